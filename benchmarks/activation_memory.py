@@ -149,11 +149,11 @@ def in_budgets(loss, by_hand, params, batch, target, budgets):
         return f"{one / base - 1:+.1%}" if base else ""
 
     def row(budget, program, extra, of, took):
-        cells = size(plain[0]), budget, size(program), extra, more(of, 1), more(of, 2), took
+        cells = size(plain[0]), budget, program, extra, more(of, 1), more(of, 2), took
         print(target, cells, flush=True)
         return " | ".join(cells) + " |"
 
-    rows = [row("by hand", hand[0], " | ", hand, "")]
+    rows = [row("by hand", size(hand[0]), " | ", hand, "")]
     limits = [plain[0] * budget if budget < 1 else budget * 2**20 for budget in budgets]
     for limit in (*limits, hand[0]):
         start = sum(os.times()[:4])
@@ -166,7 +166,8 @@ def in_budgets(loss, by_hand, params, batch, target, budgets):
         took = f"{sum(os.times()[:4]) - start:.0f}"
         of = gradient(found, params, batch, target)
         extra = f"{found.extra_time:.1%} | {found.at_least:.1%}"
-        rows.append(row(size(limit), found.peak, extra, of, took))
+        in_tiles = f", {found.tiles} tiles" if found.tiles > 1 else ""
+        rows.append(row(size(limit), size(found.peak) + in_tiles, extra, of, took))
     return rows
 
 

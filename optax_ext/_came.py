@@ -70,12 +70,13 @@ def confidence(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
 def momentum(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Returns the update m_t / sqrt(S_t), and the new state."""
     trust = _moments.inverse_root(leaf.s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
-    # Computed again: stored in another dtype it would have been rounded.
     small: Any = (leaf.factors, _weights(hyper, leaf.dtype))
     if trust:
-        again = _matrix_passes.recomputed
-        again = again if leaf.mu.dtype != leaf.dtype else _matrix_passes.recomputed_in_last_pass
-        small, trust = again((small, trust), trust, leaf.mu)
+        both = small, trust
+        if leaf.mu.dtype == leaf.dtype:
+            small, trust = _matrix_passes.recomputed_in_last_pass(both, trust, leaf.mu)
+        else:
+            small, trust = _matrix_passes.recomputed(both, trust)
     _, m = _average_updates(leaf.mu, (leaf.g, *small))
     update = _moments.multiply(m, trust)  # (rows, cols)
     if dims.factored and hyper.debias_instability:

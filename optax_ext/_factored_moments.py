@@ -113,7 +113,7 @@ def clip(hyper: Any, dims: Factoring, leaf: Leaf) -> Leaf:
     factors = inverse_root(leaf.v, dims)
     threshold = hyper.clipping_threshold
     if threshold is not None and leaf.g.size:
-        u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors, leaf.g))
+        u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors))
         factors += (1.0 / jnp.maximum(1.0, rms(u, dims) / threshold),)  # (1, 1)
     return leaf._replace(factors=factors)
 

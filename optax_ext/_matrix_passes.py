@@ -53,19 +53,19 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
     return jax.lax.platform_dependent(array, args, **forms, default=fused)
 
 
-def recomputed(factors: Any, after: Any, array: jax.Array) -> Any:
+def recomputed(factors: Any, after: Any) -> Any:
     """Returns small arrays as new values: XLA recomputes from them and writes no matrix."""
-    on_cpu = hold if is_partitioned(factors, after) else _plus_zero
-    return jax.lax.platform_dependent(factors, after, cpu=on_cpu, default=hold)
+    if is_partitioned(factors, after):
+        return hold(factors, after)
+    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=hold)
 
 
 def recomputed_in_last_pass(factors: Any, after: Any, array: jax.Array) -> Any:
-    """As ``recomputed``, of what a step stores: TPUs write it in the pass before."""
+    """As ``recomputed``, for a large array that a step stores: TPUs write it a pass before."""
     if array.size < _MIN_SIZE:
         return factors
-    on_cpu = hold if is_partitioned(factors, after) else _plus_zero
     return jax.lax.platform_dependent(
-        factors, after, cpu=on_cpu, tpu=lambda factors, _: factors, default=hold
+        factors, after, tpu=lambda factors, _: factors, default=recomputed
     )
 
 

@@ -127,7 +127,7 @@ def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywher
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-def _is_read_only(operand: mlir.Value) -> bool:
+def _is_read_only(operand: Any) -> bool:
     """Whether an operand is an argument of the program that is not donated to it."""
     function = getattr(operand.owner, "owner", None)  # otherwise an operation's result
     if function is None or str(function.attributes.get("sym_name")) != '"main"':

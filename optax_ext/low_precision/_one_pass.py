@@ -62,7 +62,7 @@ class OnePass(NamedTuple):
     read_only: frozenset[int]  # inputs that it cannot overwrite without a copy
     # Those that it makes, as ``Quantized`` where the input is stored, and their values. The update
     # may be made of its value by XLA.
-    outputs: dict[int, int]
+    outputs: dict[int, Any]
     sums: Sequence[Equation] = ()  # over rows or columns, which the next pass needs
     equations: Sequence[Equation] = ()  # in the order in which a slice of the arrays is evaluated
     full: Sequence[int] = ()  # values of that shape that the pass reads
@@ -136,7 +136,7 @@ class OnePassUpdates:
         values = {j: graph.outputs[j] for j in outputs}
         if any(graph.reads[v] & ~reads for v in values.values()):
             return None
-        full = {j: v for j, v in values.items() if graph.shape(v) == shape}
+        full: dict[int, Any] = {j: v for j, v in values.items() if graph.shape(v) == shape}
         options = self._shards.interpret, self._read_only
         update = OnePass(graph, root, path, shape, read, *options, full)
         passes = _with_sums(update, [v for j, v in values.items() if j not in full])
@@ -321,7 +321,7 @@ def _operand(update: OnePass, value: int) -> int | None:
     """Returns the one operand of a value that a pass has to compute; None if there are others."""
     graph = update.graph
 
-    def producer(v: int) -> Equation | None:
+    def producer(v: Any) -> Equation | None:
         index = graph.producer.get(v)
         return graph.equations[index] if index is not None and _is_local(graph, index) else None
 
@@ -403,8 +403,9 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     aliases = {}
     num = 0
     for j, value in update.outputs.items():
-        is_param = j == update.root and update.param is not None
-        dtype = leaves[update.param].dtype if is_param else update.graph.types[value].dtype
+        dtype = update.graph.types[value].dtype
+        if j == update.root and update.param is not None:
+            dtype = leaves[update.param].dtype
         like: Any = stored.get(j, jax.ShapeDtypeStruct(operands.stored[0].codes.shape, dtype))
         types.append(like)
         new = jax.tree.leaves(like)

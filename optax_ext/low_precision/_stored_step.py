@@ -184,8 +184,9 @@ class ScalesFirst(ScheduledRun):
         # Small values, such as sums, are kept.
         twice = [eqn for eqn in equations if any(map(is_again, eqn.results))]
         if scales and code_sizes and all(map(_is_cheap, twice)):
-            sums = [v for eqn in equations if not _is_cheap(eqn) for v in eqn.results]
-            self._compute_and_discard([v for v in sums if graph.reads[v]], is_again)
+            sums = [v for e in equations if not _is_cheap(e) for v in e.results if graph.reads[v]]
+            if sums:
+                self._compute_and_discard(sums, is_again)
             self._compute_and_discard(scales, is_again)
 
     def _compute_and_discard(self, wanted: list[Any], is_again: Callable[[int], bool]) -> None:

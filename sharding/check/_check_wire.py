@@ -1,6 +1,7 @@
 """Checks of collectives: each form that a step uses, on a mesh of all devices, beside NumPy."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding import sync
 from sharding.check._check_numbers import apart
-from sharding.check._machine_report import MachineCheck, NotHere
+from sharding.check._machine_report import MachineCheck, NotHere, Slow
 from sharding.collectives._reduce_scatter import dequantize, psum_scatter, quantize
 
 _SYNCS = {
@@ -25,6 +26,7 @@ _SYNCS = {
     "zen(0.1)": sync.zen(0.1),
     "agsparse(0.1)": sync.agsparse(0.1),
 }
+_SCATTERS = ("native", "ring", "all_to_all")
 _SHARDED = P("data")
 _LAYERS = "ZeRO's gathers and reduce-scatters of this mesh"
 
@@ -44,13 +46,19 @@ def mesh_of_all(*, split: int = 1) -> jax.sharding.Mesh:
 
 def wire_checks() -> Iterator[MachineCheck]:
     """Of all devices together."""
-    for form in ("native", "ring", "all_to_all"):
+    for form in _SCATTERS:
         yield MachineCheck(
             f"wire: reduce-scatter, form {form!r}",
             functools.partial(_compare_reduce_scatter, form),
             _LAYERS,
             "Zero(stage=0), whose all-reduce is another collective",
         )
+    yield MachineCheck(
+        "wire: time of a step's reduce-scatter beside other forms",
+        _compare_times,
+        _LAYERS,
+        "a larger batch or fewer devices hide it",
+    )
     for dtype in (jnp.float32, jnp.bfloat16):
         name = jnp.dtype(dtype).name
         yield MachineCheck(
@@ -83,10 +91,16 @@ def wire_checks() -> Iterator[MachineCheck]:
 
 def _run_on_devices(fn: Callable[..., Any], x: np.ndarray, out: P = _SHARDED) -> jax.Array:
     """What a function of each device's row of x (devices, ...) returns; blocks of this process."""
+    run, placed = _on_devices(fn, x, out)
+    return run(placed)
+
+
+def _on_devices(fn: Callable[..., Any], x: np.ndarray, out: P) -> tuple[Any, jax.Array]:
+    """A program of a function of each device's row, and the rows."""
     mesh = mesh_of_all()
     placed = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("data")), lambda at: x[at])
     run = jax.shard_map(fn, mesh=mesh, in_specs=P("data"), out_specs=out, check_vma=False)
-    return jax.jit(run)(placed)
+    return jax.jit(run), placed
 
 
 def worst_block(have: jax.Array, want: np.ndarray) -> float:
@@ -107,6 +121,27 @@ def _compare_reduce_scatter(form: str) -> float:
     x = _rows_of_devices(num * 16, 256)
     have = _run_on_devices(lambda x: psum_scatter(x[0], "data", -2, form), x)
     return worst_block(have, x.astype(np.float64).sum(0)) / 1e-5
+
+
+def _compare_times() -> float:
+    """Of the form that steps choose and all others, by the fastest of five calls: three times."""
+    x = _rows_of_devices(jax.device_count() * -(-256 // jax.device_count()), 1024)
+    seconds = {form: _seconds_of_scatter(form, x) for form in (None, *_SCATTERS)}
+    best = min(_SCATTERS, key=lambda form: seconds[form])
+    if seconds[None] > 3 * seconds[best]:
+        mine, other = (f"{1e3 * seconds[form]:.3g} ms" for form in (None, best))
+        raise Slow(f"it takes {mine}, form {best!r} {other}")
+    return seconds[None] / seconds[best] / 3
+
+
+def _seconds_of_scatter(form: str | None, x: np.ndarray) -> float:
+    run, placed = _on_devices(lambda x: psum_scatter(x[0], "data", -2, form), x, _SHARDED)
+    times = []
+    for _ in range(6):  # the first compiles
+        start = time.perf_counter()
+        jax.block_until_ready(run(placed))
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def _compare_gather(dtype: Any) -> float:

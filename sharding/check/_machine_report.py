@@ -21,16 +21,20 @@ class NotHere(Exception):
     """Raised by a check that this machine has nothing for; says why."""
 
 
+class Slow(Exception):
+    """Raised by a check of what is right, but slower than another form; says by how much."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What one check found.
 
     Attributes:
       name: what was checked, beside what.
-      status: ``"ok"``, ``"differs"``, ``"failed"`` (an error), or ``"not here"``.
+      status: ``"ok"``, ``"differs"``, ``"failed"`` (an error), ``"slow"``, or ``"not here"``.
       difference: as a share of what is allowed, above 1 if it differs; None if it was not compared.
       seconds: that it took, compiling included.
-      reason: the error, or why it is not here.
+      reason: the error, why it is not here, or how slow it is.
       affects: which features use what was checked.
       instead: what to switch off.
     """
@@ -70,7 +74,7 @@ class MachineReport(Printed):
     @property
     def ok(self) -> bool:
         """Whether nothing differs, and no check failed."""
-        return all(found.status in ("ok", "not here") for found in self.outcomes)
+        return all(found.status in ("ok", "slow", "not here") for found in self.outcomes)
 
     def tables(self) -> list[Table]:
         """The outcomes."""
@@ -148,6 +152,8 @@ def _outcome(check: MachineCheck) -> Outcome:
             status = "differs"
     except NotHere as error:
         status, reason = "not here", str(error)
+    except Slow as error:
+        status, reason = "slow", str(error)
     except Exception as error:  # a compiler's, a driver's: the report must be whole
         first = str(error).strip().splitlines() or [""]
         status, reason = "failed", f"{type(error).__name__}: {first[0][:300]}"

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from optax_ext.equations import Scan, inner_jaxprs, record_of
 from optax_ext.user_line import line_of
 from sharding._jaxprs import product_flops
@@ -69,7 +71,13 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       >>> found.share, [row.reason for row in found.rows]
       (0.75, ['', 'the head: the last product outside of layers'])
     """
-    traced = trace_products(*made_by(loss), params, args)
+    made = made_by(loss)
+    # Of global shapes, whatever axes arrays are sharded over.
+    params, args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
+        (params, args),
+    )
+    traced = trace_products(*made, params, args)
     products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
     for eqn, of_runs in products:

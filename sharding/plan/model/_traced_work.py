@@ -241,6 +241,7 @@ def work_of_group(
 # Whose operands and results are in memory, as are those of all that have a jaxpr of their own.
 _ALONE = {"dot_general", "sort", "top_k", "cumsum", "gather", "scatter", "scatter-add"}
 _LEAST = 8  # elements for each result of a reduction that ends a pass
+_TILE = 16  # rows, or columns, that a GPU adds first: optax_ext._matrix_passes
 
 
 def update_bytes(tx: optax.GradientTransformation, params: Tree, *, gpu: bool) -> float:
@@ -283,6 +284,7 @@ def _bytes_of(tx: optax.GradientTransformation, params: Tree, gpu: bool) -> floa
     kept: set[int] = set()  # values that nothing is fused with
     number: dict[int, int] = {}  # of the first pass that a value can be used in
     reads: dict[tuple[int, Any], set[int]] = {}  # of each pass; of several with one number, by kind
+    partial = 0.0  # bytes of sums of tiles, written and read
 
     def add(key: tuple[int, Any], values: Iterable[int]) -> None:
         """Adds what a pass must read to compute these values."""
@@ -304,13 +306,18 @@ def _bytes_of(tx: optax.GradientTransformation, params: Tree, gpu: bool) -> floa
 
     for i, eqn in enumerate(graph.equations):
         at = max((number.get(x, 0) for x in eqn.operands), default=0)
+        if gpu and eqn.primitive.name == "optimization_barrier":
+            at = max(number.values(), default=0)  # what is computed from it is of the next pass
         alone = eqn.primitive.name in _ALONE or any(inner_jaxprs(eqn))
         ends = _ends_pass(eqn, graph)
         if alone:
             kept |= set(eqn.results)
             add((at, i), eqn.operands)
         elif ends:
-            dims = str(eqn.params["axes"]), graph.shape(eqn.operands[0])
+            shape = graph.shape(eqn.operands[0])
+            is_tiled = len(eqn.params["axes"]) == 1 and eqn.params["axes"][0] >= len(shape) - 2
+            dims = shape if is_tiled else (str(eqn.params["axes"]), shape)
+            partial += 2 * gpu * is_tiled * num_bytes([graph.types[eqn.operands[0]]]) / _TILE
             add((at, dims if gpu else None), eqn.operands)
         number |= dict.fromkeys(eqn.results, at + (alone or ends))
     # A result is written by a pass of its number, if there is one.
@@ -319,7 +326,7 @@ def _bytes_of(tx: optax.GradientTransformation, params: Tree, gpu: bool) -> floa
         key = last.get(number[value], (number[value], None))
         add(key, graph.equations[graph.producer[value]].operands)
     touched = [*(value for values in reads.values() for value in values), *results | kept]
-    return float(num_bytes([graph.types[value] for value in touched]))
+    return num_bytes([graph.types[value] for value in touched]) + partial
 
 
 def _ends_pass(eqn: Equation, graph: Graph) -> bool:

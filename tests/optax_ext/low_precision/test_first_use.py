@@ -109,3 +109,24 @@ def test_a_wrong_kernel_gives_way_to_the_form_of_xla(accelerator, monkeypatch):
         state = tx.init(params)
     _, found = jax.jit(tx.update)(params, state, params)
     jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_a_kernel_that_does_not_compile_gives_way(accelerator, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("Mosaic failed to compile\nand why")
+
+    tx, params = optax_ext.adamw8bit(1e-3), {"w": jnp.ones((70, 300))}
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(_first_use, "_RIGHT", {})
+    monkeypatch.setattr(kernels, "for_tpus", broken)
+    with pytest.warns(UserWarning, match=r"failed \(Mosaic failed to compile\): XLA's form"):
+        state = tx.init(params)
+    tx.update(params, state, params)
+    assert "kernels of" not in accelerator.read_text()
+
+
+@pytest.mark.parametrize("folder", [None, "gs://bucket/cache", "/cache"])
+def test_the_file_is_in_the_folder_of_the_compilation_cache(monkeypatch, folder):
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_compilation_cache_dir=folder))
+    found = _first_use._file()
+    assert str(found) == ("/cache/optax_ext_codes.json" if folder == "/cache" else "None")

@@ -69,6 +69,17 @@ def test_what_is_planted_is_found(monkeypatch, module, name, wrong, match):
     assert "It affects" in str(report)
 
 
+def test_a_form_that_is_slower_than_another_is_named(monkeypatch):
+    seconds = {None: 3.1e-3, "native": 3.1e-3, "ring": 1e-3, "all_to_all": 2e-3}
+    monkeypatch.setattr(_check_wire, "_seconds_of_scatter", lambda form, x: seconds[form])
+    report = shd.check_machine(match="time of a step's")
+    assert [found.status for found in report.outcomes] == ["slow"]
+    assert report.ok
+    assert "it takes 3.1 ms, form 'ring' 1 ms" in str(report)
+    seconds["ring"] = 1.1e-3
+    assert shd.check_machine(match="time of a step's").outcomes[0].status == "ok"
+
+
 def wrong_kernel(kernel, default, *arguments):
     """A kernel that stores zeros for codes, run in the place of one for TPUs."""
     out, state = default(*arguments)
@@ -117,7 +128,7 @@ def rates_of(target, axis, group, link, start):
             x = collective_seconds(operation, nbytes, group, unit, ideal=True)
             wire.append(WireTime(axis, operation, nbytes, start + x / link))
     products = {
-        dtype: [(n, 2 * n**3 / flops + 3 * n**2 * item / 1e12 + 2e-6) for n in (128, 1024, 4096)]
+        dtype: [(n, 2 * n**3 / flops + 3 * n**2 * item / 2e12 + 2e-6) for n in (128, 1024, 4096)]
         for dtype, flops, item in (("bfloat16", 6e14, 2), ("float32", 3e14, 4))
     }
     return MeasuredRates(

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
@@ -326,6 +327,13 @@ def test_products_of_layers_are_quantized():
     words = str(found)
     assert "layers/up  e4m3 x e5m2  " in words
     assert "kept: the head" in words
+
+
+def test_the_report_of_sharded_parameters_is_that_of_all():
+    zero = shd.Zero(model.mesh_of(kind=AxisType.Explicit, data=8), stage=3, min_shard_size=0)
+    params = decoder_params(np.float32)
+    found = matmuls.report_products(low(decoder), zero.place(params), zero.put(tokens()))
+    assert found == matmuls.report_products(low(decoder), params, tokens())
 
 
 def test_what_is_kept():

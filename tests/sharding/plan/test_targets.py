@@ -2,9 +2,13 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 import zero as benchmark
 from _steps import compiled, cost
+from jax.sharding import SingleDeviceSharding
 from low_precision_cost import shard_cost
 from zero import Case
 
@@ -94,6 +98,31 @@ def test_8_bit_came_in_two_passes_holds_few_temporaries(target, shape):
     moved, held = cost(compiled(target, optax_ext.came8bit(1e-3), [shape]), [shape])
     assert held < 0.1
     assert moved < 27.3
+
+
+@pytest.mark.parametrize(("name", "most"), [("adamw", 24.1), ("came", 30.1)])
+def test_8_bit_state_by_jit_alone_copies_no_gradient(name, most):
+    """Updates are written over a gradient that the program makes, but not over one it is given."""
+    need("v5e:1x1")
+    tx = getattr(optax_ext, f"{name}8bit")(1e-3)
+    place = SingleDeviceSharding(shd.targets.topology("v5e:1x1")[0])
+    params = jax.ShapeDtypeStruct((32000, 4096), jnp.float32)
+    types = params, jax.eval_shape(tx.init, params), params
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), types)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def with_gradient(params, state, x):
+        return step(params, state, jnp.flip(x, 0))
+
+    given, made = (
+        jax.jit(fn, donate_argnums=(0, 1)).lower(*types).compile() for fn in (step, with_gradient)
+    )
+    assert cost(given, [params.shape])[0] < most
+    for program in (given, made):
+        assert program.memory_analysis().temp_size_in_bytes < 4.1 * params.size
 
 
 @pytest.mark.parametrize(("name", "most"), [("adamw", 16.1), ("came", 27.1)])
