@@ -240,7 +240,7 @@ def main() -> None:
     losses = _results.table(HEADER_OF_LOSSES, loss_rows(smoke))
     if not smoke:
         title = "Training beside plain jit and MaxText's sharding"
-        parts = (ABOUT, losses, PROGRAMS, programs, FOUND)
+        parts = (ABOUT, losses, PROGRAMS, programs)
         _results.write("peers_sharded_jit", title, *parts, script="peers/sharded_jit")
 
 
@@ -252,7 +252,6 @@ from them. Lines are those of the script from a model to a step; of `jit`, for a
 PROGRAMS = """Programs of the same step in bfloat16 with a sequence of 1,024 tokens a device, each
 layer computed again; compiled and not run. Held: parameters, moments and batch. CPU
 s: to trace and compile, on two cores that others used."""
-FOUND = """TODO"""
 
 if __name__ == "__main__":
     main()
