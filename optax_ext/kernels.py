@@ -119,12 +119,19 @@ def with_constants(fn: Callable[..., Any], *types: Any) -> tuple[ClosedJaxpr, li
 
 
 def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywhere: bool) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
     # A program for several devices whose arrays are sharded by jit alone would not take a kernel.
     is_single = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
     fn = jaxpr_as_fun(default)
-    if is_single or anywhere:
+    if "tpu" in platforms and (is_single or anywhere):
         fn = functools.partial(kernel, read_only=list(map(_is_read_only, operands)))
+        if len(platforms) > 1:
+            fn = functools.partial(_OF_SEVERAL.bind, kernel=fn, default=default)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+def _lower_for_tpus_of_several(ctx: Any, *operands: Any, kernel: Any, default: Any) -> Any:
+    return mlir.lower_fun(kernel, multiple_results=True)(ctx, *operands)
 
 
 def _is_read_only(operand: Any) -> bool:
@@ -136,8 +143,11 @@ def _is_read_only(operand: Any) -> bool:
     return not {"tf.aliasing_output", "jax.buffer_donor"} & {x.name for x in donated}
 
 
-# Not cached, for cached rules see operands of a function of their own.
-mlir.register_lowering(FOR_TPUS, _lower_for_tpus, platform="tpu", cacheable=False)
+# Not cached, for cached rules see operands of a function of their own. In programs for several
+# platforms JAX chooses between cached rules alone.
+mlir.register_lowering(FOR_TPUS, _lower_for_tpus, cacheable=False)
+_OF_SEVERAL = calling_default("for_tpus_of_several_platforms")
+mlir.register_lowering(_OF_SEVERAL, _lower_for_tpus_of_several, platform="tpu")
 
 # --- On which shards ------------------------------------------------------------------------------
 
