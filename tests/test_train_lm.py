@@ -219,7 +219,7 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
 
 
 def test_a_batch_that_doubles(tmp_path, text, monkeypatch):
-    """By windows seen, for rates too; each size is measured as such; a resumed run is the same."""
+    """By windows seen, for rates too; each size is measured as such."""
     measure, pieces, sizes = optax_ext.gradient_noise_scale, [], []
 
     def measure_and_note(batch_size):
@@ -241,10 +241,7 @@ def test_a_batch_that_doubles(tmp_path, text, monkeypatch):
         "--name",
         "run",
     )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-    succeed(whole, text, *options, sizes=sizes)
+    succeed(tmp_path, text, *options, sizes=sizes)
     batches = optax_ext.BatchSchedule({0: 8, 80: 16, 200: 32})
     assert sizes == [batches.size(i) for i in range(STEPS)]
     # Two devices; whether a transformation asks is found by a call with two pieces.
@@ -252,7 +249,16 @@ def test_a_batch_that_doubles(tmp_path, text, monkeypatch):
     seen = batches.examples(STEPS) // 8
     base = optax.warmup_cosine_decay_schedule(0.0, 0.01, seen // 20, seen, 0.0005)
     want = [base(batches.examples(i) / 8) * (batches.size(i) / 8) ** 0.5 for i in range(STEPS)]
-    np.testing.assert_allclose(column(whole, "learning_rate", "run"), want, rtol=1e-5)
+    np.testing.assert_allclose(column(tmp_path, "learning_rate", "run"), want, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_whose_batch_doubles_resumes(tmp_path, text):
+    options = ("--double-batch", "80,200", "--noise-scale", "--name", "run")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    succeed(whole, text, *options)
     stopped(parts, text, *options, stop=14)
     succeed(parts, text, *options)
     assert rows(parts, "run") == rows(whole, "run")
@@ -334,6 +340,7 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, d
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, text, deep):
     """With little memory; it resumes without a plan."""
     options = ("--config", "smoke-deep", "--name", "planned")
