@@ -147,10 +147,11 @@ def quantized(
     scale, of_step = _scale(wide, q, q.grid.top, largest), None
     if carried is None:
         of_step = scale
-    else:  # which may be the same in each step; some elements are not
+    else:  # which may be the same in each step; elements in the middle are not
         clip = clip_of(carried, q.history).astype(wide.dtype)
         scale = (clip / q.grid.top).reshape(largest.shape)
-        of_step = wide[tuple(slice(None, None, n // 8 + 1) for n in wide.shape)]
+        middle = [max(n // 2 - 4, 0) for n in wide.shape]
+        of_step = wide[tuple(slice(start, start + 8) for start in middle)]
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))
     noise = noise_of(of_step, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
