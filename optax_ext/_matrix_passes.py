@@ -193,8 +193,7 @@ def _pass_per_mean(
     fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any
 ) -> list[jax.Array]:
     """One pass for each mean."""
-    leaves, treedef = jax.tree.flatten(args)
-    small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
+    small, with_small = _smaller_than(array, args)
     one = jnp.ones((), array.dtype)
     dtype = jax.eval_shape(fn, array, args).dtype
     means: list[jax.Array] = []
@@ -205,14 +204,20 @@ def _pass_per_mean(
         factors = (small, one, jnp.asarray(1.0 / _count(array, reduced), dtype))
         renew = _plus_zero if on_cpu else hold
         fresh, unit, scale = factors if done is None else renew(factors, done)
-        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
-        x = fn(array * unit, own) * scale
+        x = fn(array * unit, with_small(fresh)) * scale
         if on_cpu:
             total = done = jnp.sum(x, reduced)
         else:
             total, done = _sum_by_stages(x, reduced)
         means.insert(0, total)
     return means
+
+
+def _smaller_than(array: jax.Array, args: Any) -> tuple[dict[int, Any], Callable[..., Any]]:
+    """The arrays of a tree that are smaller than another, and what puts new ones in their place."""
+    leaves, treedef = jax.tree.flatten(args)
+    small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
+    return small, lambda new: treedef.unflatten([new.get(i, a) for i, a in enumerate(leaves)])
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
@@ -249,17 +254,14 @@ def _tile_by_tile(
 ) -> list[jax.Array]:
     """One pass for both means, whose threads each add a few rows, and as many columns."""
     num = _num_devices(array)
-    leaves, treedef = jax.tree.flatten(args)
-    small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
-
+    small, with_small = _smaller_than(array, args)
     factors = (small, jnp.ones((), array.dtype))
     # Values of the second other than those of the first, which XLA would otherwise write to memory.
     held = hold(factors)
 
     def added(dim: int) -> jax.Array:
         fresh, one = factors if (dim,) == dims[0] else held
-        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
-        x = fn(array * one, own) * (1.0 / array.shape[dim])
+        x = fn(array * one, with_small(fresh)) * (1.0 / array.shape[dim])
         missing = [(0, -n % _TILE if d >= x.ndim - 2 else 0) for d, n in enumerate(x.shape)]
         x = jnp.pad(x, missing) if any(n for _, n in missing) else x
         size = x.shape[dim] // _TILE

@@ -122,12 +122,12 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
     return dataclasses.replace(inner, fn=fn)
 
 
-def made_by(loss: Loss) -> tuple[Loss, MatmulOptions]:
-    """What ``quantized_matmuls`` made a loss of, or an error if it did not."""
+def made_by(loss: Loss, reader: str) -> tuple[Loss, MatmulOptions]:
+    """What ``quantized_matmuls`` made a loss of, or an error of its ``reader`` if it did not."""
     made: Any = getattr(getattr(loss, "fn", None), "quantized", None)
     if made is None:
         raise ValueError(
-            "report takes what shd.quantized_matmuls returned, got "
+            f"{reader} takes what shd.quantized_matmuls returned, got "
             f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
         )
     return made

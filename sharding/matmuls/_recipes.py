@@ -40,6 +40,10 @@ class Quantizer(NamedTuple):
     hadamard: int = 0  #: elements of what is summed that a random Hadamard transform mixes
     history: int = 16  #: steps, at most 256
 
+    def summed_dims(self, ndim: int, kept: tuple[int, ...]) -> tuple[int, ...]:
+        """The dims of an operand along which elements share a scale, without blocks."""
+        return tuple(d for d in range(ndim) if self.scale != "row" or d not in kept)
+
 
 class Recipe(NamedTuple):
     """The quantizers of the three products that one product of a loss is, with its gradients.
@@ -134,7 +138,7 @@ def quantized(
     wide, dim = to_sum_dtype(x), summed or 0
     if q.hadamard and summed is not None:
         wide = hadamard(wide, summed, q.hadamard)
-    dims = tuple(d for d in range(x.ndim) if q.scale != "row" or d not in kept)
+    dims = q.summed_dims(x.ndim, kept)
     if q.block:
         missing = [(0, -size % q.block if d == dim else 0) for d, size in enumerate(x.shape)]
         wide, dims = jnp.pad(wide, missing), (dim + 1,)

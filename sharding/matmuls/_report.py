@@ -71,7 +71,7 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       >>> found.share, [row.reason for row in found.rows]
       (0.75, ['', 'the head: the last product outside of layers'])
     """
-    made = made_by(loss)
+    made = made_by(loss, "report")
     # Of global shapes, whatever axes arrays are sharded over.
     params, args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
@@ -107,10 +107,8 @@ def _coded(traced: TracedProducts) -> dict[str, tuple[int, ...]]:
         if alone and isinstance(recipe, Recipe) and gathers_codes(recipe):
             kept = dims_of(use.eqn).kept[use.at]
             ndim = use.eqn.invars[use.at].aval.ndim
-            summed = [
-                d - ndim for d in range(ndim) if recipe.weight.scale != "row" or d not in kept
-            ]
-            found[traced.names[use.number]] = tuple(summed)
+            summed = recipe.weight.summed_dims(ndim, kept)
+            found[traced.names[use.number]] = tuple(d - ndim for d in summed)
     return found
 
 

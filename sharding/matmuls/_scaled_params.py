@@ -38,7 +38,7 @@ def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
       >>> jax.tree.map(jnp.shape, scaled.delayed["layers"]["activation"])
       (2, 1021)
     """
-    inner, options = made_by(loss)
+    inner, options = made_by(loss, "scaled_params")
 
     def first(params: Tree, *args: Any) -> tuple[Any, Any]:
         traced = trace_products(inner, options, params, args)
