@@ -115,6 +115,7 @@ def quantized_product(
     def run(a: Any, b: Any, seed: Any, *values: Any, coded: Any = None) -> Any:
         return product(a, b, seed, dict(zip(carried, values, strict=True)), coded)
 
+    scale_at = 3 + [*carried].index("weight") if "weight" in carried and not first else None
     operands += [seed, *carried.values()]
     closed = jax.make_jaxpr(lambda *args: [run(*args)])(*map(jax.typeof, operands))
     jaxpr = closed.jaxpr
@@ -122,7 +123,7 @@ def quantized_product(
     forms = {"default": ClosedJaxpr(jaxpr, []), "plain": eqn, "read": None}
     if gathers_codes(recipe):
         kept = dims_of(eqn).kept[at]
-        forms["read"] = CodedWeight(run, recipe.weight, kept, at, len(operands))
+        forms["read"] = CodedWeight(run, recipe.weight, kept, at, len(operands), scale_at)
     (out,) = QUANTIZED.bind(*operands, *closed.consts, **forms)
     return out
 
@@ -135,6 +136,8 @@ class CodedWeight(NamedTuple):
     kept: Dims  # those of the parameter that the result has
     at: int
     num_operands: int
+    scale_at: int | None  # the operand that is what the train state carries for the scale
+    carried: Any = None  # which that is
 
     def __call__(self, evaluator: Evaluator, operands: list[Any]) -> list[jax.Array] | None:
         """The product; None if the rule of the parameter fetches no codes."""
@@ -142,7 +145,10 @@ class CodedWeight(NamedTuple):
         # What other equations read, too, is fetched as it is, once for all of them.
         shared = is_param(x) and x.is_shared and not getattr(x.rule, "is_part", False)
         fetch = None if not is_param(x) or shared else getattr(x.rule, "codes", None)
-        coded = fetch and fetch(x, self)
+        if not fetch:
+            return None
+        carried = None if self.scale_at is None else evaluator.full(operands[self.scale_at])
+        coded = fetch(x, self._replace(carried=carried))
         if not coded:
             return None
         evaluator.note(x)
@@ -150,18 +156,22 @@ class CodedWeight(NamedTuple):
         assert self.weight.grid is not None
         codes = lax.bitcast_convert_type(coded[1], self.weight.grid.dtype)
         read = map(evaluator.full, operands[: self.num_operands])
-        return [self.fn(*read, coded=(codes, coded[2]))]
+        return [self.fn(*read, coded=(codes, *coded[2:]))]
 
     def has_scales_along(self, dim: int) -> bool:
         """Whether each index of a dim of the parameter has a scale of its own."""
         return self.weight.scale == "row" and dim in self.kept
 
     def encode(self, shard: jax.Array, of_all: Callable[[jax.Array], jax.Array] | None) -> Any:
-        """Codes of a shard, as int8, and scales; ``of_all`` makes maxima those of all shards."""
+        """Codes of a shard, as int8, scales, and what the train state learns of the shard.
+
+        ``of_all`` makes maxima those of all shards.
+        """
         seed = jnp.zeros((), jnp.uint32)
-        codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all=of_all)
+        codes, scale = quantized(shard, self.weight, self.kept, None, seed, self.carried, of_all)
         # Not all collectives take floats of 8 bits.
-        return lax.bitcast_convert_type(codes, jnp.int8), scale
+        seen = None if self.carried is None else bin_of(to_sum_dtype(shard))
+        return lax.bitcast_convert_type(codes, jnp.int8), scale, seen
 
 
 def gathers_codes(recipe: Recipe) -> bool:
@@ -169,7 +179,7 @@ def gathers_codes(recipe: Recipe) -> bool:
     q = recipe.weight
     is_coded = q.grid is not None and q.grid.dtype is not None and not q.stochastic
     # So that shards have the codes of the full array.
-    return is_coded and q.scale in ("row", "tensor") and not _again(recipe)
+    return is_coded and q.scale in ("row", "tensor", "delayed") and not _again(recipe)
 
 
 def _again(recipe: Recipe) -> bool:
@@ -180,15 +190,19 @@ def _again(recipe: Recipe) -> bool:
 def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[..., jax.Array]:
     dims, again = dims_of(eqn), _again(recipe)
     # The fields of the recipe for each operand, and for the cotangent of its gradient.
-    fields, of_gradient = ("activation", "weight"), ("cotangent", "of_weight")
+    fields, of_gradient = ("activation", "weight"), ("cotangent", recipe.cotangent_of_weight)
     if not at:
         fields, of_gradient = fields[::-1], of_gradient[::-1]
 
-    def coded_as(field: str, x: Any, kept: Dims, summed: Any, seed: Any, carried: Any) -> Any:
+    def coded_as(
+        field: str, x: Any, kept: Dims, summed: Any, seed: Any, carried: Any, drawn_by: Any = None
+    ) -> Any:
         """Codes, scales, and what the train state learns of an operand."""
         scale: Any
         q, own = getattr(recipe, field), carried.get(field)
-        codes, scale = quantized(x, q, kept, summed, seed, None if first else own)
+        codes, scale = quantized(
+            x, q, kept, summed, seed, None if first else own, drawn_by=drawn_by
+        )
         if own is None or q.scale == "delayed":
             return codes, scale, own if own is None else bin_of(to_sum_dtype(x))
         # PACT's first clip; later it has the gradient that ``clipped`` has.
@@ -200,7 +214,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[
         both = [
             coded_as(fields[i], x, dims.kept[i], dims.summed[i], seed, carried)
             if coded is None or i != at
-            else (*coded, None)
+            else coded
             for i, x in enumerate((a, b))
         ]
         y = _of_codes(eqn, [codes for codes, *_ in both], eqn.outvars[0].aval.dtype)
@@ -225,7 +239,8 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[
             if again:
                 other, _ = quantized(other, q, (), dims.free[o], seed)
             kept, summed = dims.in_result[i], dims.free_in_result[o]
-            g, scale, seen = coded_as(of_gradient[i], g, kept, summed, seed, carried)
+            of_rows = both[1 - at][0]  # codes of activations
+            g, scale, seen = coded_as(of_gradient[i], g, kept, summed, seed, carried, of_rows)
             found = found | {of_gradient[i]: seen}
             grad = _gradient(eqn, i, g, other, like[i].dtype)
             grad = _scaled(grad, scale, dims.in_result[i], dims.kept[i]) * outer

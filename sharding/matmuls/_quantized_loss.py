@@ -111,7 +111,7 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
             seed = jax.random.bits(jax.random.fold_in(args[-1], 0x6D6D), dtype=jnp.uint32)
         out, state = trace_products(inner, options, params, args).run(seed, params)
         if state is not None:
-            sys.modules["flax.nnx"].update(params, state)
+            sys.modules["flax.nnx"].update(_without_scales(params), state)
         return out
 
     fn.quantized = inner, options  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ def trace_products(
     loss: Loss, options: MatmulOptions, params: Tree, args: Sequence[Any]
 ) -> TracedProducts:
     """Traces a loss, and decides about each of its products."""
-    params = params.params if isinstance(params, ScaledParams) else params
+    params = _without_scales(params)
     leaves, treedef = jax.tree.flatten(params)
     rest, rest_treedef = jax.tree.flatten(args)
     own = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]  # modules have functions, too
@@ -265,6 +265,10 @@ def trace_products(
     found = list(uses.values())
     chosen = choose(found, names, options, rule.looked_up)
     return TracedProducts(closed, results, arrays, names, found, chosen)
+
+
+def _without_scales(params: Tree) -> Tree:
+    return params.params if isinstance(params, ScaledParams) else params
 
 
 def _changed(tree: Tree) -> Any:

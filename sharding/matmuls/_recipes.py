@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.matmuls import _grids
 from sharding.matmuls._carried import clip_of
-from sharding.matmuls._grids import Grid, noise_of, rounded
+from sharding.matmuls._grids import Grid, noise_of, rounded, sample_of
 
 
 class Quantizer(NamedTuple):
@@ -66,9 +66,15 @@ class Recipe(NamedTuple):
     ends: Any = None  #: a recipe of what is outside of layers; None leaves that as it is
 
     @property
+    def cotangent_of_weight(self) -> str:
+        """The field of its quantizer: of equal ones the first, whose scale it has then, too."""
+        return "cotangent" if self.of_weight == self.cotangent else "of_weight"
+
+    @property
     def carried(self) -> dict[str, str]:
         """Of the fields whose scales are in the train state, the kind of these."""
-        kinds = {field: getattr(self, field).scale for field in self._fields[1:5]}
+        fields = ("activation", "weight", "cotangent", self.cotangent_of_weight)
+        kinds = {field: getattr(self, field).scale for field in fields}
         return {field: kind for field, kind in kinds.items() if kind in ("pact", "delayed")}
 
 
@@ -121,6 +127,7 @@ def quantized(
     seed: jax.Array,
     carried: jax.Array | None = None,
     of_all: Callable[[jax.Array], jax.Array] | None = None,
+    drawn_by: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes of an operand, and its scales with dims of one, or numbers and None.
 
@@ -132,6 +139,8 @@ def quantized(
       seed: uint32, of stochastic rounding.
       carried: what the train state has for its scale, if that is not of the operand itself.
       of_all: of a shard of an operand, from its largest magnitudes to those of all shards.
+      drawn_by: an array in memory of which noise is, where a carried scale may be the same in each
+        step; None: ``x``, all of which XLA may write for that.
     """
     if q.grid is None:
         return x, None
@@ -148,16 +157,13 @@ def quantized(
     if of_all is not None:
         # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
         largest = of_all(jnp.where(jnp.isnan(largest), jnp.inf, largest))
-    scale, of_step = _scale(wide, q, q.grid.top, largest), None
-    if carried is None:
-        of_step = scale
-    else:  # which may be the same in each step; elements in the middle are not
+    scale = drawn = _scale(wide, q, q.grid.top, largest)
+    if carried is not None:
         clip = clip_of(carried, q.history).astype(wide.dtype)
         scale = (clip / q.grid.top).reshape(largest.shape)
-        middle = [max(n // 2 - 4, 0) for n in wide.shape]
-        of_step = wide[tuple(slice(start, start + 8) for start in middle)]
+        drawn = sample_of(x if drawn_by is None else drawn_by)
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))
-    noise = noise_of(of_step, seed, wide.shape) if q.stochastic else None
+    noise = noise_of(drawn, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
     if q.block:
         numbers = (codes * scale).reshape(padded)

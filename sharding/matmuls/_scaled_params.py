@@ -24,7 +24,7 @@ def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
       args: what else the loss takes: a batch, a key.
 
     Raises:
-      ValueError: if the loss is none of ``quantized_matmuls``.
+      ValueError: if the loss is none of ``quantized_matmuls``, or returns no scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd

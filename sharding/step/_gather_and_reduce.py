@@ -176,10 +176,10 @@ class DeviceRule(NamedTuple):
             held = lax.stop_gradient(moved.held).astype(rule.loss_dtype).astype(rule.dtype)
             by_shard = product.has_scales_along(rule.dim % held.ndim)
             of_all = None if by_shard else functools.partial(lax.pmax, axis_name=rule.layout.axes)
-            codes, scale = product.encode(moved.moved(held), of_all)
+            codes, scale, seen = product.encode(moved.moved(held), of_all)
             codes, scale = rule._gathered(codes), rule._gathered(scale) if by_shard else scale
         zeros = jnp.zeros(rule.full_shape(held), rule.dtype)
-        return moved.moved(tapped(rule, zeros, moved.tap)), codes, scale
+        return moved.moved(tapped(rule, zeros, moved.tap)), codes, scale, seen
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         """This device's shard of the gradient, or, if it is reduced later, all of it."""

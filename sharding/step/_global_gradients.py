@@ -97,9 +97,9 @@ class GlobalRule(NamedTuple):
         if self.layout.stage < 3 or self.held == self.used or x.moves or on_host(x.held):
             return None
         with jax.named_scope("gather"):
-            codes, scale = product.encode(self._placed(x.held, self.held), None)
+            codes, *of_scale = product.encode(self._placed(x.held, self.held), None)
             codes = self._placed(self._placed(codes, self.held), self.used)
-        return tapped(self, jnp.zeros(x.held.shape, x.held.dtype), x.tap), codes, scale
+        return tapped(self, jnp.zeros(x.held.shape, x.held.dtype), x.tap), codes, *of_scale
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         grad = grad.astype(self.reduce_dtype)

@@ -256,7 +256,7 @@ def twice(x, p):
 
 ALONG_ROWS = {"layers": {"up": P(None, None, "data"), "down": P(None, None, "data")}}
 OF_TENSORS = {"layers": {"up": P(None, None, "model"), "down": P(None, "model", None)}}
-WIRE = {  # loss, param_specs, mesh, dtypes of all gathers of matrices
+WIRE = {  # loss, param_specs, mesh, dtypes of all gathers of matrices, recipe
     "checkpoints": (of_stack(), None, (8,), {"s8"}),
     "pieces": (contrastive, None, (8,), {"s8"}),
     "slices": (of_slices, None, (8,), {"s8"}),
@@ -265,22 +265,36 @@ WIRE = {  # loss, param_specs, mesh, dtypes of all gathers of matrices
     "other axes": (of_stack(), OF_TENSORS, (4, 2), {"s8"}),
     "also read otherwise": (of_stack(twice), None, (8,), {"s8", "f64"}),
     "partitioned": (of_stack(partitioned), None, (8,), {"s8"}),
+    "delayed": (of_stack(), None, (8,), {"s8"}, "fp8_delayed"),
+    "delayed, partitioned": (
+        shd.Loss(of_stack(), per_device=False),
+        *(None, (8,), {"s8"}, "fp8_delayed"),
+    ),
 }
+
+
+def largest(grads):
+    """With the highest bin of a step: devices know of those of their shards, too."""
+    seen = jax.tree.map(lambda x: [np.flatnonzero(layer)[-1] for layer in x], grads.delayed)
+    return grads._replace(delayed=seen)
 
 
 @pytest.mark.parametrize("case", WIRE.values(), ids=WIRE)
 def test_stage_3_gathers_codes(case, x64):
     """Each gather is of 8 bits, and what is learned is that of stage 2 to the last bits."""
-    loss, specs, shape, dtypes = case
+    loss, specs, shape, dtypes, *recipe = case
     params, x, found = stack(), draws(128, 32), []
-    fn = low(loss)
+    fn = low(loss, *recipe)
+    if recipe:
+        params = matmuls.scaled_params(fn, params, x)
     for stage in (3, 2):
         zero = model.zero_on(*shape, names=("data", "model")[: len(shape)], stage=stage)
         options = {"param_specs": specs} if stage == 3 or len(shape) == 2 else {}
         tx = optax.identity()
         state = zero.init(lambda tx=tx: (params, tx.init(params)), tx=tx, **options)
         run = zero.value_and_grad(fn, **options)
-        found.append(run(state[0], zero.put(x)))
+        value, grads = run(state[0], zero.put(x))
+        found.append((value, largest(grads) if recipe else grads))
         if stage == 3:
             program = run.lower(state[0], zero.put(x)).compile().as_text()
     gathers = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* all-gather\(", program)

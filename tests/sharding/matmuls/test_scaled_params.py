@@ -15,6 +15,7 @@ from sharding.matmuls import _carried, _grids
 from sharding.matmuls._product import quantized_product
 from sharding.matmuls._recipes import Quantizer, quantized
 
+from ...flax_nnx import needs_nnx, nnx
 from .. import model
 from .test_products import EVERY, decoder, decoder_params, low, numbered, tokens
 
@@ -105,7 +106,9 @@ def test_delayed_scaling_is_that_of_numpy(x64):
         x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (x @ w, None)), x, w)
         return jnp.mean(x**2)
 
-    fn = low(loss, FP8._replace(**{k: of_history(getattr(FP8, k), history) for k in FP8.carried}))
+    fn = low(
+        loss, FP8._replace(**{k: of_history(getattr(FP8, k), history) for k in FP8._fields[1:5]})
+    )
     rng = np.random.default_rng(0)
     w = rng.normal(size=(2, 8, 8)) / 3
     batches = [rng.normal(size=(16, 8)) * s for s in (1, 1, 4, 0.1, 0.1, 0.1, 0.1, 3, 1)]
@@ -186,17 +189,22 @@ def with_clips(scaled):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "stage", "microbatches"),
-    [(FORWARD, 2, 2), (FORWARD, 3, 1), (PACT, 2, 1), (PACT, 3, 2)],
+    ("recipe", "stage", "microbatches", "update"),
+    [
+        (FORWARD, 2, 2, "after"),
+        (FORWARD, 3, 1, "backward"),
+        (PACT, 2, 1, "backward"),
+        (PACT, 3, 2, "after"),
+    ],
 )
-def test_steps_on_devices_are_those_of_one(recipe, stage, microbatches, x64):
+def test_steps_on_devices_are_those_of_one(recipe, stage, microbatches, update, x64):
     """To the last bits: the largest magnitudes are those of all rows of the step."""
     fn = low(decoder, recipe)
     tx = matmuls.scaled_optimizer(optax.adamw(1e-2))
     alone = matmuls.scaled_params(fn, decoder_params(), tokens())
     opt_state, zero = tx.init(alone), model.zero_on(8, stage=stage)
     state = zero.init(lambda start=alone: (start, tx.init(start)), tx=tx)
-    step = zero.train_step(fn, tx=tx, microbatches=microbatches)
+    step = zero.train_step(fn, tx=tx, update=update, microbatches=microbatches)
 
     @jax.jit
     def one_device(params, opt_state, batch):
@@ -212,6 +220,41 @@ def test_steps_on_devices_are_those_of_one(recipe, stage, microbatches, x64):
     model.assert_close((both[0], state[1]), (both[1], opt_state), 1e-8)
 
 
+@needs_nnx
+def test_an_nnx_model_carries_scales():
+    """As a whole, whose statistics its loss changes, and split, as a step of stage 3 takes it."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+        def __call__(self, x):
+            for dense in self.layers:
+                x = nnx.relu(dense(x))
+            return self.norm(x)
+
+    def loss(made, x):
+        return jnp.mean(made(x) * x)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)), jnp.float32)
+    with jax.numpy_rank_promotion("allow"):
+        made, fn = Model(nnx.Rngs(0)), low(loss, FP8)
+        graph, params, rest = nnx.split(made, nnx.Param, ...)
+        value = fn(matmuls.scaled_params(fn, made, x), x)
+        assert np.abs(made.norm.mean[...]).max() > 0
+        fn = low(lambda p, x: loss(nnx.merge(graph, p, rest, copy=True), x), FP8)
+        scaled, zero = matmuls.scaled_params(fn, params, x), model.zero_on(8, stage=3)
+        tx = matmuls.scaled_optimizer(optax.adam(1e-2))
+        state = zero.init(lambda: (scaled, tx.init(scaled)), tx=tx)
+        step, losses = zero.train_step(fn, tx=tx), []
+        for _ in range(3):
+            state, metrics = step(state, zero.put(x))
+            losses.append(metrics["loss"])
+    np.testing.assert_allclose(losses[0], value, rtol=1e-5)
+    assert losses[2] < losses[1] < losses[0]
+
+
 def test_magnitudes_are_the_largest_of_any_device():
     fn, params = low(decoder, "fp8_delayed"), decoder_params(np.float32)
     scaled = matmuls.scaled_params(fn, params, tokens()[:2])  # the rows of a device
@@ -221,7 +264,7 @@ def test_magnitudes_are_the_largest_of_any_device():
     for name, fields in of_all.delayed.items():
         for field, seen in fields.items():
             # Each device has the mean over its rows, eight times the cotangents of all rows'.
-            least, most = (10, 14) if field in ("cotangent", "of_weight") else (0, 0)
+            least, most = (10, 14) if field == "cotangent" else (0, 0)
             for layer, alone in zip(seen, grads.delayed[name][field], strict=True):
                 shift = max(np.flatnonzero(layer)) - max(np.flatnonzero(alone))
                 assert least <= shift <= most, (name, field)
@@ -240,6 +283,9 @@ def test_bad_input():
         fn(other, tokens())
     with pytest.raises(ValueError, match=r"what shd.quantized_matmuls returned, got decoder"):
         matmuls.scaled_params(decoder, params, tokens())
+    block = low(lambda p, x: x @ p["w"], "sun4")
+    with pytest.raises(ValueError, match=r"the loss is float32\[8, 8\], and must be one"):
+        matmuls.scaled_params(block, {"w": jnp.ones((8, 8))}, jnp.ones((8, 8)))
 
 
 def test_what_is_read_as_a_stack_and_as_a_whole_carries_no_scales():
