@@ -60,9 +60,10 @@ class Blocks:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
         # Where shards end within blocks, only maxima of the rows that no device splits are sent.
         unsplit = math.gcd(rows, self.shard_rows)
-        if unsplit > 1:  # rows first: a cheap reduction to an eighth
-            x = op(_split(x, row, unsplit, neutral), axis=row + 1)
+        # Columns first: after rows, XLA for GPUs may write what is reduced.
         x = op(_split(x, last, columns, neutral), axis=last + 1)
+        if unsplit > 1:
+            x = op(_split(x, row, unsplit, neutral), axis=row + 1)
         return op(_split(x, row, rows // unsplit, neutral), axis=row + 1) if rows > unsplit else x
 
     def largest(self, x: jax.Array, signed: bool = True) -> jax.Array:
