@@ -276,11 +276,9 @@ def _tile_by_tile(
     zeros = [jnp.zeros((), x.dtype) for x in operands]
     # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
     sums = jax.lax.reduce(operands, zeros, functools.partial(jax.tree.map, jax.lax.add), [last])
-    means = []
-    # (..., rows of tiles, shards, rows or columns of a tile, columns of tiles on a shard)
+    means = []  # of (..., rows of tiles, shards, rows or columns of a tile, tiles of a shard)
     for x, (dim,) in zip(jax.lax.optimization_barrier(sums), dims, strict=True):
-        x = jnp.sum(x, (-3, -1) if dim == last else -4)
-        x = x.reshape(*array.shape[:-2], -1)
+        x = jnp.sum(x, (-3, -1) if dim == last else -4).reshape(*array.shape[:-2], -1)
         means.append(x[..., : array.shape[last - 1 if dim == last else last]])
     return means
 

@@ -60,9 +60,8 @@ class Blocks:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
         # Where shards end within blocks, only maxima of the rows that no device splits are sent.
         unsplit = math.gcd(rows, self.shard_rows)
-        # Columns first: after rows, XLA for GPUs may write what is reduced.
         x = op(_split(x, last, columns, neutral), axis=last + 1)
-        if unsplit > 1:
+        if unsplit > 1:  # after columns: before, XLA for GPUs may write what is reduced
             x = op(_split(x, row, unsplit, neutral), axis=row + 1)
         return op(_split(x, row, rows // unsplit, neutral), axis=row + 1) if rows > unsplit else x
 
