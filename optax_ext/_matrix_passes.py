@@ -26,7 +26,7 @@ Function = Callable[[jax.Array, Any], jax.Array]
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
-# Rows, and columns, that it adds in the first stage of both sums: least extents of the matrix.
+# Rows, and columns, that it adds in the first stage of both sums: the least extent of a matrix.
 _TILES = {64: 768, 32: 160, 16: 16}
 
 
@@ -240,7 +240,10 @@ def _tile(array: jax.Array, dims: Sequence[Dims]) -> int:
     matrices = sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)]
     sizes, num = array.shape[-2:] if matrices else (0,), _num_devices(array)
     for tile, least in _TILES.items():
-        if all(n >= least and (n % (num * tile) == 0 or math.gcd(n, num) == 1) for n in sizes):
+        # The elements of a row of tiles are read for both sums: 16 MB of two matrices in the cache.
+        cached = tile * min(array.shape[-1], 2**17) <= 2**21
+        whole = all(n % (num * tile) == 0 or math.gcd(n, num) == 1 for n in sizes)
+        if cached and whole and min(sizes) >= least:
             return tile
     return 0
 
@@ -253,7 +256,7 @@ def _num_devices(x: jax.Array) -> int:
 def _tile_by_tile(
     fn: Function, dims: Sequence[Dims], tile: int, array: jax.Array, args: Any
 ) -> list[jax.Array]:
-    """One pass for both means: one reduction, of two operands, over an equal dim of tiles."""
+    """One pass for both means: one reduction of two operands. XLA makes two passes of two sums."""
     small, with_small = _smaller_than(array, args)
     factors = (small, jnp.ones((), array.dtype))
     # Values of the second other than those of the first, which XLA would otherwise write to memory.
@@ -265,16 +268,14 @@ def _tile_by_tile(
         x = fn(array * one, with_small(fresh)) * (1.0 / array.shape[dim])
         missing = [(0, -n % tile if d >= last - 1 else 0) for d, n in enumerate(x.shape)]
         x = jnp.pad(x, missing) if any(n for _, n in missing) else x
-        groups = x.shape[-1] // tile
         # Columns of a tile are apart: threads side by side read adjacent ones.
-        shards = math.gcd(groups, _num_devices(array))
+        shards = math.gcd(x.shape[-1] // tile, _num_devices(array))
         x = x.reshape(*x.shape[:-2], x.shape[-2] // tile, tile, x.shape[-1])
-        x = x.reshape(*x.shape[:-1], shards, tile, groups // shards)
+        x = x.reshape(*x.shape[:-1], shards, tile, -1)
         return x.swapaxes(-4, -2) if dim == last else x
 
     operands = [tiles(dim) for (dim,) in dims]
     zeros = [jnp.zeros((), x.dtype) for x in operands]
-    # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
     sums = jax.lax.reduce(operands, zeros, functools.partial(jax.tree.map, jax.lax.add), [last])
     means = []  # of (..., rows of tiles, shards, rows or columns of a tile, tiles of a shard)
     for x, (dim,) in zip(jax.lax.optimization_barrier(sums), dims, strict=True):
