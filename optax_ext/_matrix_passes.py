@@ -26,8 +26,9 @@ Function = Callable[[jax.Array, Any], jax.Array]
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
-# Rows, and columns, that it adds in the first stage of both sums: the least extent of a matrix.
-_TILES = {64: 768, 32: 160, 16: 16}
+# Rows, and columns, that it adds in the first stage of both sums, by the least extent of a matrix:
+# those with which XLA writes the fewest operands in float32 first.
+_TILES = {768: 64, 256: 16, 32: 32, 16: 16}
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -49,7 +50,8 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
         in_blocks = functools.partial(_block_by_block, fn, dims, blocks)
         in_passes = functools.partial(_pass_per_mean, fn, dims, True)
         forms["cpu"] = in_blocks if blocks > 1 else in_passes
-    return jax.lax.platform_dependent(array, args, **forms, default=fused)
+    # The array twice: a ``Graph`` makes it again for the second sum, and XLA does not write it.
+    return jax.lax.platform_dependent(array, args, array, **forms, default=fused)
 
 
 def recomputed(factors: Any, after: Any) -> Any:
@@ -183,13 +185,15 @@ def _count(x: jax.Array, dims: Dims) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> list[jax.Array]:
+def _fused(
+    fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any, _: Any = None
+) -> list[jax.Array]:
     x = fn(array, args)
     return [mean(x, reduced) for reduced in dims]
 
 
 def _pass_per_mean(
-    fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any, _: Any
 ) -> list[jax.Array]:
     """One pass for each mean."""
     small, with_small = _smaller_than(array, args)
@@ -239,7 +243,7 @@ def _tile(array: jax.Array, dims: Sequence[Dims]) -> int:
     """Returns the rows, and columns, of a GPU's tiles, which no shard splits; 0: no tiles."""
     matrices = sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)]
     sizes, num = array.shape[-2:] if matrices else (0,), _num_devices(array)
-    for tile, least in _TILES.items():
+    for least, tile in _TILES.items():
         # The elements of a row of tiles are read for both sums: 16 MB of two matrices in the cache.
         cached = tile * min(array.shape[-1], 2**17) <= 2**21
         whole = all(n % (num * tile) == 0 or math.gcd(n, num) == 1 for n in sizes)
@@ -254,18 +258,19 @@ def _num_devices(x: jax.Array) -> int:
 
 
 def _tile_by_tile(
-    fn: Function, dims: Sequence[Dims], tile: int, array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], tile: int, array: jax.Array, args: Any, again: jax.Array
 ) -> list[jax.Array]:
     """One pass for both means: one reduction of two operands. XLA makes two passes of two sums."""
     small, with_small = _smaller_than(array, args)
     factors = (small, jnp.ones((), array.dtype))
+    again = array if min(array.shape[-2:]) < 256 else again  # XLA would write both
     # Values of the second other than those of the first, which XLA would otherwise write to memory.
     held = hold(factors)
     last = array.ndim - 1
 
     def tiles(dim: int) -> jax.Array:
-        fresh, one = factors if (dim,) == dims[0] else held
-        x = fn(array * one, with_small(fresh)) * (1.0 / array.shape[dim])
+        x, (fresh, one) = (array, factors) if (dim,) == dims[0] else (again, held)
+        x = fn(x * one, with_small(fresh)) * (1.0 / x.shape[dim])
         missing = [(0, -n % tile if d >= last - 1 else 0) for d, n in enumerate(x.shape)]
         x = jnp.pad(x, missing) if any(n for _, n in missing) else x
         # Columns of a tile are apart: threads side by side read adjacent ones.
@@ -299,7 +304,7 @@ def _zeros_like(total: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _block_by_block(
-    fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any, _: Any
 ) -> list[jax.Array]:
     length = array.shape[0] // blocks
     counts = [_count(array, reduced) for reduced in dims]
