@@ -26,8 +26,7 @@ Function = Callable[[jax.Array, Any], jax.Array]
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
-# Rows, and columns, that it adds in the first stage of both sums, by the least extent of a matrix:
-# those with which XLA writes the fewest operands in float32 first.
+# Rows, and columns, that it adds in the first stage of both sums, by the least extent of a matrix.
 _TILES = {768: 64, 256: 16, 32: 32, 16: 16}
 
 
@@ -38,9 +37,8 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
     """Returns the means of ``fn(array, args)`` over each of ``dims``."""
-    fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
-        return fused(array, args)
+        return _fused(fn, dims, array, args)
     gpu = functools.partial(_pass_per_mean, fn, dims, False)
     if tile := _tile(array, dims):
         gpu = functools.partial(_tile_by_tile, fn, dims, tile)
@@ -51,6 +49,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
         in_passes = functools.partial(_pass_per_mean, fn, dims, True)
         forms["cpu"] = in_blocks if blocks > 1 else in_passes
     # The array twice: a ``Graph`` makes it again for the second sum, and XLA does not write it.
+    fused = lambda array, args, _: _fused(fn, dims, array, args)  # noqa: E731
     return jax.lax.platform_dependent(array, args, array, **forms, default=fused)
 
 
@@ -185,9 +184,7 @@ def _count(x: jax.Array, dims: Dims) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _fused(
-    fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any, _: Any = None
-) -> list[jax.Array]:
+def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> list[jax.Array]:
     x = fn(array, args)
     return [mean(x, reduced) for reduced in dims]
 
@@ -244,10 +241,9 @@ def _tile(array: jax.Array, dims: Sequence[Dims]) -> int:
     matrices = sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)]
     sizes, num = array.shape[-2:] if matrices else (0,), _num_devices(array)
     for least, tile in _TILES.items():
-        # The elements of a row of tiles are read for both sums: 16 MB of two matrices in the cache.
-        cached = tile * min(array.shape[-1], 2**17) <= 2**21
         whole = all(n % (num * tile) == 0 or math.gcd(n, num) == 1 for n in sizes)
-        if cached and whole and min(sizes) >= least:
+        # A row of tiles of two matrices stays in the cache: 16 MB.
+        if whole and min(sizes) >= least and tile * min(sizes[-1], 2**17) <= 2**21:
             return tile
     return 0
 

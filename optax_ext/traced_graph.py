@@ -123,8 +123,9 @@ class Graph:
                 pairs = zip(operands, types, strict=True)
                 results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in pairs]
             else:
-                given = self._apart(operands) if eqn.params.get("branches_platforms") else operands
-                results = self._equation(eqn, given, types, scope)
+                if eqn.params.get("branches_platforms"):
+                    operands = self._apart(operands)
+                results = self._equation(eqn, operands, types, scope)
             known |= zip(eqn.outvars, results, strict=True)
         return list(map(read, jaxpr.outvars))
 
