@@ -26,9 +26,8 @@ Function = Callable[[jax.Array, Any], jax.Array]
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
-# Rows, and columns, that it adds in the first stage of both sums. What all threads read at once for
-# rows has to be in its cache when they read it for columns: 270,000 of them have 17 MB.
-_TILE = 16
+# Rows, and columns, that it adds in the first stage of both sums, by the least extent of a matrix.
+_TILES = {768: 64, 256: 16, 32: 32, 16: 16}
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -38,19 +37,20 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
     """Returns the means of ``fn(array, args)`` over each of ``dims``."""
-    fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
-        return fused(array, args)
+        return _fused(fn, dims, array, args)
     gpu = functools.partial(_pass_per_mean, fn, dims, False)
-    if _is_tiled(array, dims):
-        gpu = functools.partial(_tile_by_tile, fn, dims)
+    if tile := _tile(array, dims):
+        gpu = functools.partial(_tile_by_tile, fn, dims, tile)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
         in_blocks = functools.partial(_block_by_block, fn, dims, blocks)
         in_passes = functools.partial(_pass_per_mean, fn, dims, True)
         forms["cpu"] = in_blocks if blocks > 1 else in_passes
-    return jax.lax.platform_dependent(array, args, **forms, default=fused)
+    # The array twice: a ``Graph`` makes it again for the second sum, and XLA does not write it.
+    fused = lambda array, args, _: _fused(fn, dims, array, args)  # noqa: E731
+    return jax.lax.platform_dependent(array, args, array, **forms, default=fused)
 
 
 def recomputed(factors: Any, after: Any) -> Any:
@@ -190,7 +190,7 @@ def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> l
 
 
 def _pass_per_mean(
-    fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any, _: Any
 ) -> list[jax.Array]:
     """One pass for each mean."""
     small, with_small = _smaller_than(array, args)
@@ -236,12 +236,16 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(part, dims), part
 
 
-def _is_tiled(array: jax.Array, dims: Sequence[Dims]) -> bool:
-    """Whether both dims of matrices are reduced, and no shard ends within a tile."""
-    num = _num_devices(array)
-    return sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)] and all(
-        n >= _TILE and (n % (num * _TILE) == 0 or math.gcd(n, num) == 1) for n in array.shape[-2:]
-    )
+def _tile(array: jax.Array, dims: Sequence[Dims]) -> int:
+    """Returns the rows, and columns, of a GPU's tiles, which no shard splits; 0: no tiles."""
+    matrices = sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)]
+    sizes, num = array.shape[-2:] if matrices else (0,), _num_devices(array)
+    for least, tile in _TILES.items():
+        whole = all(n % (num * tile) == 0 or math.gcd(n, num) == 1 for n in sizes)
+        # A row of tiles of two matrices stays in the cache: 16 MB.
+        if whole and min(sizes) >= least and tile * min(sizes[-1], 2**17) <= 2**21:
+            return tile
+    return 0
 
 
 def _num_devices(x: jax.Array) -> int:
@@ -250,38 +254,35 @@ def _num_devices(x: jax.Array) -> int:
 
 
 def _tile_by_tile(
-    fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], tile: int, array: jax.Array, args: Any, again: jax.Array
 ) -> list[jax.Array]:
-    """One pass for both means, whose threads each add a few rows, and as many columns."""
-    num = _num_devices(array)
+    """One pass for both means: one reduction of two operands. XLA makes two passes of two sums."""
     small, with_small = _smaller_than(array, args)
     factors = (small, jnp.ones((), array.dtype))
+    again = array if min(array.shape[-2:]) < 256 else again  # XLA would write both
     # Values of the second other than those of the first, which XLA would otherwise write to memory.
     held = hold(factors)
+    last = array.ndim - 1
 
-    def added(dim: int) -> jax.Array:
-        fresh, one = factors if (dim,) == dims[0] else held
-        x = fn(array * one, with_small(fresh)) * (1.0 / array.shape[dim])
-        missing = [(0, -n % _TILE if d >= x.ndim - 2 else 0) for d, n in enumerate(x.shape)]
+    def tiles(dim: int) -> jax.Array:
+        x, (fresh, one) = (array, factors) if (dim,) == dims[0] else (again, held)
+        x = fn(x * one, with_small(fresh)) * (1.0 / x.shape[dim])
+        missing = [(0, -n % tile if d >= last - 1 else 0) for d, n in enumerate(x.shape)]
         x = jnp.pad(x, missing) if any(n for _, n in missing) else x
-        size = x.shape[dim] // _TILE
-        parts = (size, _TILE, 1)
-        if dim == x.ndim - 1:
-            # Columns that a thread adds are apart: threads side by side read adjacent ones.
-            shards = math.gcd(size, num)
-            parts = (shards, _TILE, size // shards)
-        x = x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :])
-        window = [_TILE if d == dim + 1 else 1 for d in range(x.ndim)]
-        # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
-        return jax.lax.reduce_window(
-            x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid"
-        )
+        # Columns of a tile are apart: threads side by side read adjacent ones.
+        shards = math.gcd(x.shape[-1] // tile, _num_devices(array))
+        x = x.reshape(*x.shape[:-2], x.shape[-2] // tile, tile, x.shape[-1])
+        x = x.reshape(*x.shape[:-1], shards, tile, -1)
+        return x.swapaxes(-4, -2) if dim == last else x
 
-    sums = jax.lax.optimization_barrier([added(dim) for (dim,) in dims])
-    means = [jnp.sum(x, (d, d + 1, d + 2)) for x, (d,) in zip(sums, dims, strict=True)]
-    (row_dim,), (col_dim,) = dims  # each mean has the other dim, which was padded
-    sizes = [array.shape[col_dim], array.shape[row_dim]]
-    return [x[..., :n] for x, n in zip(means, sizes, strict=True)]
+    operands = [tiles(dim) for (dim,) in dims]
+    zeros = [jnp.zeros((), x.dtype) for x in operands]
+    sums = jax.lax.reduce(operands, zeros, functools.partial(jax.tree.map, jax.lax.add), [last])
+    means = []  # of (..., rows of tiles, shards, rows or columns of a tile, tiles of a shard)
+    for x, (dim,) in zip(jax.lax.optimization_barrier(sums), dims, strict=True):
+        x = jnp.sum(x, (-3, -1) if dim == last else -4).reshape(*array.shape[:-2], -1)
+        means.append(x[..., : array.shape[last - 1 if dim == last else last]])
+    return means
 
 
 def _num_blocks(shape: Dims) -> int:
@@ -299,7 +300,7 @@ def _zeros_like(total: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _block_by_block(
-    fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
+    fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any, _: Any
 ) -> list[jax.Array]:
     length = array.shape[0] // blocks
     counts = [_count(array, reduced) for reduced in dims]

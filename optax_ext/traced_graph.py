@@ -32,6 +32,7 @@ class Equation:
 
 
 _SELECT = Equation(jax.lax.select_n_p, {}, (), (), "")
+_BARRIER = Equation(jax.lax.optimization_barrier_p, {}, (), (), "")
 
 
 class Graph:
@@ -122,6 +123,8 @@ class Graph:
                 pairs = zip(operands, types, strict=True)
                 results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in pairs]
             else:
+                if eqn.params.get("branches_platforms"):
+                    operands = self._apart(operands)
                 results = self._equation(eqn, operands, types, scope)
             known |= zip(eqn.outvars, results, strict=True)
         return list(map(read, jaxpr.outvars))
@@ -137,6 +140,17 @@ class Graph:
         equation = Equation(eqn.primitive, eqn.params, *at)
         self.equations.append(equation)
         return results
+
+    def _apart(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """Returns operands; one that a kept jit made is made again where it is repeated."""
+        apart: list[Value] = []
+        for x in operands:
+            made = self.equations[self.producer[x]] if x in self.producer else _BARRIER
+            if x in apart and made.params.get("name") in self._kept and len(made.results) == 1:
+                each = [self._equation(_BARRIER, (y,), [self.types[y]], "") for y in made.operands]
+                (x,) = self._equation(made, tuple(y for (y,) in each), [self.types[x]], made.scope)
+            apart.append(x)
+        return tuple(apart)
 
     def _value(self, aval: Any, reads: int) -> Value:
         self.types.append(aval)

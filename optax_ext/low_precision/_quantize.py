@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._leaves import at_least_float32
-from optax_ext._matrix_passes import sharded_as, splittable
+from optax_ext._matrix_passes import is_partitioned, sharded_as, splittable
 from optax_ext._types import DType
 from optax_ext.low_precision._formats import (
     ZERO,
@@ -60,10 +60,12 @@ class Blocks:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
         # Where shards end within blocks, only maxima of the rows that no device splits are sent.
         unsplit = math.gcd(rows, self.shard_rows)
-        if unsplit > 1:  # rows first: a cheap reduction to an eighth
-            x = op(_split(x, row, unsplit, neutral), axis=row + 1)
-        x = op(_split(x, last, columns, neutral), axis=last + 1)
-        return op(_split(x, row, rows // unsplit, neutral), axis=row + 1) if rows > unsplit else x
+        steps = [(row, unsplit), (last, columns), (row, rows // unsplit)]
+        if not is_partitioned(x):  # columns first: else XLA for GPUs may write what is reduced
+            steps[:2] = steps[1], steps[0]
+        for dim, size in steps:
+            x = op(_split(x, dim, size, neutral), axis=dim + 1) if size > 1 else x
+        return x
 
     def largest(self, x: jax.Array, signed: bool = True) -> jax.Array:
         """Returns each block's element of largest magnitude; none is negative, or ``signed``."""

@@ -137,8 +137,10 @@ def changed_in_place(
     if instr.op == "fusion":
         name = instr.callees("calls")[0]
         table = program.computations[name]
-        root = table[program.roots[name]]
-        made = behind(table[root.operands[index]] if root.op == "tuple" else root, table)
+        made = table[program.roots[name]]
+        if made.op == "tuple":  # a reduction of several operands in it has several results
+            made = [table[x] for x in made.operands for _ in arrays(table[x].type)][index]
+        made = behind(made, table)
     if made.op not in ("dynamic-update-slice", "scatter"):
         return None
     # The array that it updates is its first operand; in a fusion, that has to be a parameter.
@@ -271,6 +273,20 @@ def arrays(text: str) -> Iterator[Array]:
         elements = math.prod(dims)
         space = re.search(r"S\((\d+)\)", layout)
         yield Array(dtype, dims, elements, elements * bits / 8, int(space[1]) if space else 0)
+
+
+def shaped_as(text: str, values: Iterator[Any]) -> Any:
+    """Values for the arrays of a type; of a tuple a list, in which tuples are lists."""
+    open_tuples: list[list[Any]] = [[]]
+    for token in re.finditer(rf"[()]|{_ARRAY.pattern}", text):
+        if token[0] == "(":
+            open_tuples.append([])
+        elif token[0] == ")":
+            values_of_tuple = open_tuples.pop()
+            open_tuples[-1].append(values_of_tuple)
+        else:
+            open_tuples[-1].append(next(values))
+    return next(iter(open_tuples[0]), None)
 
 
 def bytes_of(text: str) -> float:

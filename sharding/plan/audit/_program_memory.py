@@ -27,6 +27,7 @@ from sharding.plan.audit._hlo import (
     changed_in_place,
     main_bytes,
     phase_of,
+    shaped_as,
 )
 
 # By the name of an argument, such as state.params['w'] or state[1][0].mu['w'].
@@ -302,7 +303,7 @@ def _value(
             name = instr.name if len(sizes) == 1 else f"{instr.name}/{i}"
             made.append(Buffer(name, size))
             results.append(made[-1])
-    return results if instr.type.startswith("(") else (results or [None])[0]
+    return shaped_as(instr.type, iter(results))
 
 
 def copied_argument(instr: Instruction, table: Table) -> str:

@@ -241,7 +241,7 @@ def work_of_group(
 # Whose operands and results are in memory, as are those of all that have a jaxpr of their own.
 _ALONE = {"dot_general", "sort", "top_k", "cumsum", "gather", "scatter", "scatter-add"}
 _LEAST = 8  # elements for each result of a reduction that ends a pass
-_TILE = 16  # rows, or columns, that a GPU adds first: optax_ext._matrix_passes
+_TILE = 64  # rows, or columns, that a GPU adds first: optax_ext._matrix_passes
 
 
 def update_bytes(tx: optax.GradientTransformation, params: Tree, *, gpu: bool) -> float:

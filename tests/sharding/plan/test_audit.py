@@ -204,6 +204,30 @@ ENTRY %main (p: f32[64,8]) -> f32[128,8] {
     assert found == {"a": 4 * 64 * 8, "s": 4 * 128 * 8}
 
 
+def test_a_tuple_in_the_results_of_a_fusion():
+    """One reduction of two operands, beside an array that is read last."""
+    program = """HloModule m, is_scheduled=true
+
+%fused (x: f32[64,8]) -> ((f32[8], f32[8]), f32[64,8]) {
+  %x = f32[64,8]{1,0} parameter(0)
+  %z = f32[] constant(0)
+  %n = f32[64,8]{1,0} negate(%x)
+  %s = (f32[8]{0}, f32[8]{0}) reduce(%x, %n, %z, %z), dimensions={0}, to_apply=%add
+  ROOT %t = ((f32[8]{0}, f32[8]{0}), f32[64,8]{1,0}) tuple(%s, %n)
+}
+
+ENTRY %main (p: f32[64,8]) -> f32[64,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %f = ((f32[8]{0}, f32[8]{0}), f32[64,8]{1,0}) fusion(%p), kind=kInput, calls=%fused
+  %g = f32[64,8]{1,0} get-tuple-element(%f), index=1
+  %b = f32[64,8]{1,0} negate(%g)
+  ROOT %r = f32[64,8]{1,0} add(%b, %g)
+}
+"""
+    found = {each.name: each.nbytes for each in at_peak(Program(program))}
+    assert found == {"f/2": 4 * 64 * 8, "b": 4 * 64 * 8}
+
+
 # Layers, sequences of a micro-batch, micro-batches and recomputation; argument_size, temp_size and
 # peak_memory, and where the addresses of temporaries end in the compiler's dump of the program, in
 # GiB: 7B on v5e:2x4 at stage 3, 2,048 tokens, libtpu 0.0.42.1.
