@@ -14,7 +14,7 @@ import optax_ext
 from sharding import remat, stored
 from sharding._local_steps import LocalSteps
 from sharding._zero import Zero
-from sharding.check._check_numbers import apart, both, cpu_device
+from sharding.check._check_numbers import QUICK, apart, both, cpu_device
 from sharding.check._check_wire import mesh_of_all
 from sharding.check._machine_report import MachineCheck, NotHere
 from sharding.matmuls._quantized_loss import quantized_matmuls
@@ -38,10 +38,10 @@ _HOST = {"offload", "update_on"}
 
 
 def initial_params() -> dict[str, jax.Array]:
-    """Layers that a loss scans over, and a head."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    layers = jax.random.normal(keys[0], (_LAYERS, _WIDTH, _WIDTH)) / _WIDTH**0.5
-    return {"layers": layers, "head": jax.random.normal(keys[1], (_WIDTH, 32)) / _WIDTH**0.5}
+    """Layers that a loss scans over, and a head; constants, whose programs compile fast."""
+    rng, shapes = np.random.default_rng(1), {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)}
+    drawn = {name: rng.standard_normal(shape) / _WIDTH**0.5 for name, shape in shapes.items()}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
 
 
 def outputs(params: Any, x: jax.Array) -> jax.Array:
@@ -88,9 +88,9 @@ def reference(loss: str, optimizer: str) -> tuple[Any, Any]:
     tx = _OPTIMIZERS[optimizer]
     with jax.default_device(cpu_device()), jax.default_matmul_precision("float32"):
         params = initial_params()
-        state, start = tx.init(params), jax.device_get(params)
+        state, start = jax.jit(tx.init)(params), jax.device_get(params)
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options=QUICK)
         def step(params: Any, state: Any, x: jax.Array) -> Any:
             grads = jax.grad(_LOSSES[loss])(params, x)
             updates, state = tx.update(grads, state, params)
@@ -192,11 +192,15 @@ def _compare_stored() -> float:
     """A loss of coded layers beside that of what they decode to."""
     params, x = initial_params(), batches()[0]
     forms = {"layers": (stored.frozen(4), stored.lora(rank=4))}
-    held = stored.store(params, forms, jax.random.key(1))
-    seen = stored.merge(held)
+    store = functools.partial(stored.store, forms=forms, key=jax.random.key(1))
+    with jax.default_device(cpu_device()):
+        held = jax.device_get(jax.jit(store, compiler_options=QUICK)(params))
+
+    def both_losses(held: Any, x: jax.Array) -> Any:
+        return stored.loss_of(mean_loss)(held, x), mean_loss(stored.merge(held), x)
+
     with jax.default_matmul_precision("float32"):
-        have = jax.jit(stored.loss_of(mean_loss))(held, x)
-        want = jax.jit(mean_loss)(seen, x)
+        have, want = jax.jit(both_losses)(held, x)
     return apart(have, want) / 1e-4
 
 

@@ -27,6 +27,7 @@ _MOST = 2**12  # operations of a program
 _LONG = 0.05  # seconds of one operation, above which no larger one is measured
 _DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # the last one not on CPUs, which have none
 _PRODUCTS = tuple(2**i for i in range(6, 14))  # rows and columns
+_CHANNELS = tuple(2**i for i in range(3, 10))
 _PASSES = tuple(2**i for i in range(16, 29, 3))  # bytes that one reads
 _WIRE = tuple(2**i for i in range(12, 29, 4))  # bytes
 _ROWS = jax.ShapeDtypeStruct((32, 1024, 1024), jnp.float32)  # of element-wise operations
@@ -60,10 +61,12 @@ def measure_machine(
         passes.append((2.0 * nbytes, rates.seconds(_move, (nbytes // 4,))))
         if 8 * passes[-1][1] > _LONG:  # what the next one takes
             break
-    products = {}
+    products, convolutions = {}, {}
     for dtype in _DTYPES[: 2 if jax.default_backend() == "cpu" else 3]:
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
+        if jnp.dtype(dtype).itemsize > 1:
+            convolutions[dtype] = _convolutions(rates, dtype)
     n, seconds = products["float32"][-1]
     elementwise = _elementwise(rates, 2 * n**3 / seconds)
     name = machine_name(jax.devices())
@@ -82,6 +85,7 @@ def measure_machine(
         products=products,
         wire=wire,
         host_link=_host_link(clock),
+        convolutions=convolutions,
     )
 
 
@@ -111,9 +115,10 @@ class _Meter:
         count = 1
         while True:
             run = self._compile(body, count, arrays)
-            took = self._median(run, arrays, 2)
+            arrays, _ = self._median(run, arrays, 1)
+            arrays, took = self._median(run, arrays, 2)
             if took >= _LEAST / 2 or count >= _MOST:
-                return self._median(run, arrays, _TRIES) / count
+                return self._median(run, arrays, _TRIES)[1] / count
             count = min(_MOST, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
     def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Any:
@@ -129,19 +134,19 @@ class _Meter:
         mapped = jax.shard_map(
             loop, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
         )
-        compiled = jax.jit(mapped).lower(*arrays).compile()
-        jax.block_until_ready(compiled(*arrays))
-        return compiled
+        # Donated: new memory costs page faults on CPUs.
+        donated = tuple(range(len(arrays)))
+        return jax.jit(mapped, donate_argnums=donated).lower(*arrays).compile()
 
-    def _median(self, run: Any, arrays: tuple[jax.Array, ...], tries: int) -> float:
-        """The same in all processes, which decide by it what they run next."""
+    def _median(self, run: Any, arrays: tuple[jax.Array, ...], tries: int) -> Any:
+        """What the last one made; the same seconds in all processes, which decide by it."""
         times = []
         for _ in range(tries):
             start = self.clock()
-            jax.block_until_ready(run(*arrays))
+            arrays = jax.block_until_ready(run(*arrays))
             times.append(self.clock() - start)
         found = statistics.median(times)
-        return float(np.max(of_all(found))) if jax.process_count() > 1 else found
+        return arrays, float(np.max(of_all(found))) if jax.process_count() > 1 else found
 
 
 def _move(x: jax.Array) -> jax.Array:
@@ -195,6 +200,28 @@ def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:
         seconds = rates.seconds(forward_and_backward, (n, n), (n, n), dtype=dtype) / 3
         found.append((n, seconds))
         if 8 * 3 * seconds > _LONG:  # what the next one takes
+            break
+    return found
+
+
+def _convolutions(rates: _Meter, dtype: str) -> list[tuple[float, float, float]]:
+    """Operations, bytes and seconds of one of 4 images of 32 x 32, the mean with its gradient's."""
+
+    def one(x: jax.Array, w: jax.Array) -> jax.Array:
+        dims = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+
+    def forward_and_backward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(one, x, w)
+        return tuple(a + (1e-6 * b).astype(dtype) for a, b in zip((x, w), back(y), strict=True))
+
+    found = []
+    for n in _CHANNELS:
+        x, w = ((4, 32, 32, n), (3, 3, n, n))
+        seconds = rates.seconds(forward_and_backward, x, w, dtype=dtype) / 3
+        work = work_of(one, *(jax.ShapeDtypeStruct(s, dtype) for s in (x, w)), kind=UNIT)
+        found.append((work.flops, work.touched, seconds))
+        if 4 * 3 * seconds > _LONG:  # what the next one takes
             break
     return found
 
