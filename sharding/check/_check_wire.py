@@ -180,10 +180,13 @@ def _compare_sync(name: str) -> float:
         x[:, np.arange(64) % 10 != 3] = 0  # rows that no device reads
 
     def three(x: jax.Array) -> Any:
-        state, sent = method.init({"w": x[0]}), jnp.zeros_like(x[0])
-        for step in range(3):
-            mean, state = method.all_reduce({"w": x[0] * (step + 1)}, state, "data")
-            sent += mean["w"]
+        def step(carry: Any, scale: jax.Array) -> Any:
+            state, sent = carry
+            mean, state = method.all_reduce({"w": x[0] * scale}, state, "data")
+            return (state, sent + mean["w"]), None
+
+        start = method.init({"w": x[0]}), jnp.zeros_like(x[0])
+        (state, sent), _ = lax.scan(step, start, jnp.arange(1.0, 4.0))
         left = state.arrays["w"]
         left = left["error"] if isinstance(left, dict) else jnp.zeros_like(sent)
         return sent + lax.pmean(left, "data")

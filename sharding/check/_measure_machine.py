@@ -100,8 +100,18 @@ class _Meter:
         self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), types)
         self.spec = P(self.mesh.axis_names)
 
-    def seconds(self, body: Body, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> float:
-        """Of one call of ``body`` in a loop, by arrays of these shapes on each device."""
+    def seconds(
+        self,
+        body: Body,
+        *shapes: tuple[int, ...],
+        dtype: Any = jnp.float32,
+        unroll: bool = False,
+    ) -> float:
+        """Of one call of ``body`` in a loop, by arrays of these shapes on each device.
+
+        With ``unroll``, or where one call lasts long enough, without a loop, in which XLA for CPUs
+        has slower forms of some operations.
+        """
         place = NamedSharding(self.mesh, self.spec)
         num = self.mesh.size
 
@@ -114,20 +124,27 @@ class _Meter:
         arrays = jax.jit(make, out_shardings=place)()
         count = 1
         while True:
-            run = self._compile(body, count, arrays)
+            run = self._compile(body, count, arrays, unroll)
             arrays, _ = self._median(run, arrays, 1)
             arrays, took = self._median(run, arrays, 2)
             if took >= _LEAST / 2 or count >= _MOST:
                 return self._median(run, arrays, _TRIES)[1] / count
             count = min(_MOST, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
-    def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Any:
+    def _compile(
+        self, body: Body, count: int, arrays: tuple[jax.Array, ...], unroll: bool
+    ) -> Any:
         def loop(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             def once(_: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 made = body(*carry)
                 return made if isinstance(made, tuple) else (made,)
 
-            found = lax.fori_loop(0, count, once, tuple(x[0] for x in blocks))
+            found = tuple(x[0] for x in blocks)
+            if unroll or count == 1:
+                for _ in range(count):
+                    found = once(None, found)
+            else:
+                found = lax.fori_loop(0, count, once, found)
             return tuple(x[None] for x in found)
 
         specs = self.spec
@@ -218,7 +235,8 @@ def _convolutions(rates: _Meter, dtype: str) -> list[tuple[float, float, float]]
     found = []
     for n in _CHANNELS:
         x, w = ((4, 32, 32, n), (3, 3, n, n))
-        seconds = rates.seconds(forward_and_backward, x, w, dtype=dtype) / 3
+        unroll = jax.default_backend() == "cpu"
+        seconds = rates.seconds(forward_and_backward, x, w, dtype=dtype, unroll=unroll) / 3
         work = work_of(one, *(jax.ShapeDtypeStruct(s, dtype) for s in (x, w)), kind=UNIT)
         found.append((work.flops, work.touched, seconds))
         if 4 * 3 * seconds > _LONG:  # what the next one takes
