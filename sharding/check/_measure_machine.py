@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.check._machine_report import describe_machine
 from sharding.plan.machine import targets
-from sharding.plan.machine._measured_rates import MeasuredRates, WireTime
+from sharding.plan.machine._measured_rates import MeasuredRates, WireTime, product_seconds
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search._fit_request import machine_name, of_all
@@ -65,10 +65,10 @@ def measure_machine(
     for dtype in _DTYPES[: 2 if jax.default_backend() == "cpu" else 3]:
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
+        if dtype == "float32":  # next to the products that are subtracted
+            elementwise = _elementwise(rates, *product_seconds(products[dtype], 4, kernel))
         if jnp.dtype(dtype).itemsize > 1:
             convolutions[dtype] = _convolutions(rates, dtype)
-    n, seconds = products["float32"][-1]
-    elementwise = _elementwise(rates, 2 * n**3 / seconds)
     name = machine_name(jax.devices())
     wire = []
     for axis, size in targets.parse(name, other_gpus=True).mesh_axes.items():
@@ -170,11 +170,12 @@ def _move(x: jax.Array) -> jax.Array:
     return x * 0.999 + 1e-9
 
 
-def _elementwise(rates: _Meter, product: float) -> float:
+def _elementwise(rates: _Meter, flop: float, byte: float) -> float:
     """Bytes a second of a norm, a softmax and an activation with their gradients.
 
-    As the planner counts bytes. On CPUs of a step of a small decoder but its products, each of so
-    many operations a second: activations leave the caches, memory is new, operands are transposed.
+    As the planner counts bytes. On CPUs of a step of a small decoder but its products, of which an
+    operation and a byte of operands take so many seconds: activations leave the caches, memory is
+    new, operands are transposed.
     """
     decoder = Decoder(4, 256, 4, 4, 1024, 2048, 256, gated=False, tied=True, biased=True)
     is_cpu = jax.default_backend() == "cpu"
@@ -198,7 +199,8 @@ def _elementwise(rates: _Meter, product: float) -> float:
 
     work = work_of(step, *types, kind=UNIT)
     seconds = rates.seconds(step, *(x.shape for x in types))
-    return work.seconds / max(seconds - work.flops / product, seconds / 10)
+    products = work.flops * flop + work.touched * byte
+    return work.seconds / max(seconds - products, seconds / 10)
 
 
 def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:

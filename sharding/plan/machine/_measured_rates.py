@@ -81,15 +81,13 @@ class MeasuredRates(Printed):
         target = targets.parse(self.target, other_gpus=True)
         dtype = dtype or ("float32" if target.kind == "cpu" else "bfloat16")
         check_choice("a dtype of measured products", dtype, [*self.products])
-        rows = np.array(self.products[dtype])
         item = jnp.dtype(dtype).itemsize
-        terms = np.stack([2 * rows[:, 0] ** 3, 3 * rows[:, 0] ** 2 * item], 1)
-        each, of_byte = _fitted(terms, rows[:, 1] - self.kernel, rows[:, 1])
+        flop, byte = product_seconds(self.products[dtype], item, self.kernel)
         convolutions = 1.0, 1.0
         if dtype in self.convolutions:
             *images, seconds = np.array(self.convolutions[dtype]).T
             found = _fitted(np.stack(images, 1), seconds - self.kernel, seconds)
-            convolutions = float(each / found[0]), float(of_byte / found[1])
+            convolutions = float(flop / found[0]), float(byte / found[1])
         known = kind_of(self.target) or DeviceKind(
             *(target.kind, self.memory, 0.0, 0.0, 1.0, None),
             source="",
@@ -100,7 +98,7 @@ class MeasuredRates(Printed):
             *(1.0, 1.0, near[2]),
             memory=1.0,
             passes=self.elementwise / self.bandwidth,
-            operands=1 / float(of_byte) / self.bandwidth,
+            operands=1 / byte / self.bandwidth,
             convolutions=convolutions,
             kernel=self.kernel,
             start=near[1],
@@ -113,7 +111,7 @@ class MeasuredRates(Printed):
             known,
             memory=self.memory,
             bandwidth=self.bandwidth,
-            flops=1 / float(each),
+            flops=1 / flop,
             link=near[0],
             network=far[0] if target.groups > 1 else known.network,
             host_link=self.host_link or known.host_link,
@@ -192,6 +190,15 @@ class MeasuredRates(Printed):
             raise ValueError(
                 f"{path} is no file that optax-ext check --measure wrote: {error}."
             ) from None
+
+
+def product_seconds(
+    rows: Sequence[tuple[int, float]], item: int, kernel: float
+) -> tuple[float, float]:
+    """Seconds of an operation and of a byte of operands, by products of square matrices."""
+    n, seconds = np.array(rows).T
+    flop, byte = _fitted(np.stack([2 * n**3, 3 * n**2 * item], 1), seconds - kernel, seconds)
+    return float(flop), float(byte)
 
 
 def _rate_row(name: str, of: str, amount: float, unit: str, seconds: float) -> tuple[str, ...]:
