@@ -14,7 +14,7 @@ import optax_ext
 from sharding import remat, stored
 from sharding._local_steps import LocalSteps
 from sharding._zero import Zero
-from sharding.check._check_numbers import QUICK, apart, both, cpu_device
+from sharding.check._check_numbers import apart, both, cpu_device
 from sharding.check._check_wire import mesh_of_all
 from sharding.check._machine_report import MachineCheck, NotHere
 from sharding.matmuls._quantized_loss import quantized_matmuls
@@ -39,7 +39,10 @@ _HOST = {"offload", "update_on"}
 
 def initial_params() -> dict[str, jax.Array]:
     """Layers that a loss scans over, and a head; constants, whose programs compile fast."""
-    rng, shapes = np.random.default_rng(1), {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)}
+    rng, shapes = (
+        np.random.default_rng(1),
+        {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)},
+    )
     drawn = {name: rng.standard_normal(shape) / _WIDTH**0.5 for name, shape in shapes.items()}
     return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
 
@@ -90,7 +93,7 @@ def reference(loss: str, optimizer: str) -> tuple[Any, Any]:
         params = initial_params()
         state, start = jax.jit(tx.init)(params), jax.device_get(params)
 
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @jax.jit
         def step(params: Any, state: Any, x: jax.Array) -> Any:
             grads = jax.grad(_LOSSES[loss])(params, x)
             updates, state = tx.update(grads, state, params)
@@ -189,19 +192,16 @@ def _need_host_memory() -> None:
 
 
 def _compare_stored() -> float:
-    """A loss of coded layers beside that of what they decode to."""
-    params, x = initial_params(), batches()[0]
+    """What codes decode to beside the CPU's; a loss of coded layers beside that of the decoded."""
     forms = {"layers": (stored.frozen(4), stored.lora(rank=4))}
-    store = functools.partial(stored.store, forms=forms, key=jax.random.key(1))
-    with jax.default_device(cpu_device()):
-        held = jax.device_get(jax.jit(store, compiler_options=QUICK)(params))
 
-    def both_losses(held: Any, x: jax.Array) -> Any:
-        return stored.loss_of(mean_loss)(held, x), mean_loss(stored.merge(held), x)
+    def losses(params: Any, x: jax.Array) -> Any:
+        held = stored.store(params, forms, jax.random.key(1))
+        seen = stored.merge(held)
+        return seen, stored.loss_of(mean_loss)(held, x), mean_loss(seen, x)
 
-    with jax.default_matmul_precision("float32"):
-        have, want = jax.jit(both_losses)(held, x)
-    return apart(have, want) / 1e-4
+    have, want = both(losses, initial_params(), batches()[0])
+    return max(apart(have[0], want[0]) / 1e-3, apart(have[1], have[2]) / 1e-4)
 
 
 def _compare_local_steps() -> float:

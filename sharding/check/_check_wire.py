@@ -38,9 +38,8 @@ def mesh_of_all(*, split: int = 1) -> jax.sharding.Mesh:
         raise NotHere("one device alone sends nothing")
     if num % split:
         raise NotHere(f"{num} devices are not divided by {split}")
-    shape, names = (
-        ((num,), ("data",)) if split == 1 else ((split, num // split), ("replica", "data"))
-    )
+    shape = (num,) if split == 1 else (split, num // split)
+    names = ("replica", "data")[-len(shape) :]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 

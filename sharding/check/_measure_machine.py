@@ -2,7 +2,6 @@
 
 import functools
 import os
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search._fit_request import machine_name, of_all
 
-_TRIES = 5  # whose median counts
+_TRIES = 5  # whose least counts: others on the machine only add to it
 _LEAST = 0.02  # seconds of a program, of which a start is a small share
 _MOST = 2**12  # operations of a program
 _LONG = 0.05  # seconds of one operation, above which no larger one is measured
@@ -43,7 +42,7 @@ def measure_machine(
     """Measures the devices of this machine: products, memory, each axis of the mesh, the host.
 
     All devices work at the same time, as in a step. Each operation runs in a loop of one program,
-    and the median of five tries counts; sizes grow until one operation would take 0.05 s. With
+    and the least of five tries counts; sizes grow until one operation would take 0.05 s. With
     several processes all of them call it, at the same time. Nothing else should run.
 
     Args:
@@ -54,6 +53,8 @@ def measure_machine(
       The rates: ``write`` them to a file, which ``DeviceKind.read`` and ``--machine`` take.
     """
     rates = _Meter(clock)
+    # XLA for CPUs has slower forms of gradients of convolutions in loops.
+    alone = _Meter(clock, 1) if jax.default_backend() == "cpu" else rates
     progress("memory")
     kernel = rates.seconds(_move, (256,))
     passes = []
@@ -68,7 +69,7 @@ def measure_machine(
         if dtype == "float32":  # next to the products that are subtracted
             elementwise = _elementwise(rates, *product_seconds(products[dtype], 4, kernel))
         if jnp.dtype(dtype).itemsize > 1:
-            convolutions[dtype] = _convolutions(rates, dtype)
+            convolutions[dtype] = _convolutions(alone, dtype)
     name = machine_name(jax.devices())
     wire = []
     for axis, size in targets.parse(name, other_gpus=True).mesh_axes.items():
@@ -92,78 +93,60 @@ def measure_machine(
 class _Meter:
     """Seconds of an operation on all devices at once."""
 
-    def __init__(self, clock: Callable[[], float]):
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float], most: int = _MOST):
+        self.clock, self.most = clock, most
         name = machine_name(jax.devices())
         axes = targets.parse(name, other_gpus=True).mesh_axes
         types = (AxisType.Auto,) * len(axes)
         self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), types)
         self.spec = P(self.mesh.axis_names)
 
-    def seconds(
-        self,
-        body: Body,
-        *shapes: tuple[int, ...],
-        dtype: Any = jnp.float32,
-        unroll: bool = False,
-    ) -> float:
-        """Of one call of ``body`` in a loop, by arrays of these shapes on each device.
-
-        With ``unroll``, or where one call lasts long enough, without a loop, in which XLA for CPUs
-        has slower forms of some operations.
-        """
-        place = NamedSharding(self.mesh, self.spec)
+    def seconds(self, body: Body, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> float:
+        """Of one call of ``body``, if short in a loop, by arrays of these shapes on each device."""
         num = self.mesh.size
 
         def make() -> tuple[jax.Array, ...]:
-            keys = jax.random.split(jax.random.key(0), len(shapes))
-            normal = jax.random.normal
-            drawn = [normal(key, (num, *x)) for key, x in zip(keys, shapes, strict=True)]
+            drawn = [jax.random.normal(jax.random.key(i), (num, *x)) for i, x in enumerate(shapes)]
             return tuple((x / np.sqrt(x.shape[-1])).astype(dtype) for x in drawn)
 
-        arrays = jax.jit(make, out_shardings=place)()
+        make_there = jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))
         count = 1
         while True:
-            run = self._compile(body, count, arrays, unroll)
-            arrays, _ = self._median(run, arrays, 1)
-            arrays, took = self._median(run, arrays, 2)
-            if took >= _LEAST / 2 or count >= _MOST:
-                return self._median(run, arrays, _TRIES)[1] / count
-            count = min(_MOST, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
+            run = self._compile(body, count, make_there())
+            took = self._least(run, 2)
+            if took >= _LEAST / 2 or count >= self.most:
+                return self._least(run, _TRIES) / count
+            count = min(self.most, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
-    def _compile(
-        self, body: Body, count: int, arrays: tuple[jax.Array, ...], unroll: bool
-    ) -> Any:
+    def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Body:
         def loop(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             def once(_: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                made = body(*carry)
-                return made if isinstance(made, tuple) else (made,)
+                return tuple(jax.tree.leaves(body(*carry)))
 
-            found = tuple(x[0] for x in blocks)
-            if unroll or count == 1:
-                for _ in range(count):
-                    found = once(None, found)
-            else:
-                found = lax.fori_loop(0, count, once, found)
+            start = tuple(x[0] for x in blocks)
+            found = once(0, start) if count == 1 else lax.fori_loop(0, count, once, start)
             return tuple(x[None] for x in found)
 
-        specs = self.spec
-        mapped = jax.shard_map(
-            loop, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )
-        # Donated: new memory costs page faults on CPUs.
-        donated = tuple(range(len(arrays)))
-        return jax.jit(mapped, donate_argnums=donated).lower(*arrays).compile()
+        at = self.spec
+        mapped = jax.shard_map(loop, mesh=self.mesh, in_specs=at, out_specs=at, check_vma=False)
+        donated = tuple(range(len(arrays)))  # new memory costs page faults on CPUs
+        compiled = jax.jit(mapped, donate_argnums=donated).lower(*arrays).compile()
+        held = [arrays]
 
-    def _median(self, run: Any, arrays: tuple[jax.Array, ...], tries: int) -> Any:
-        """What the last one made; the same seconds in all processes, which decide by it."""
+        def run() -> None:
+            held[0] = jax.block_until_ready(compiled(*held[0]))
+
+        run()
+        return run
+
+    def _least(self, run: Body, tries: int) -> float:
+        """The same in all processes, which decide by it what they run next."""
         times = []
         for _ in range(tries):
             start = self.clock()
-            arrays = jax.block_until_ready(run(*arrays))
+            run()
             times.append(self.clock() - start)
-        found = statistics.median(times)
-        return arrays, float(np.max(of_all(found))) if jax.process_count() > 1 else found
+        return float(np.max(of_all(min(times)))) if jax.process_count() > 1 else min(times)
 
 
 def _move(x: jax.Array) -> jax.Array:
@@ -186,15 +169,13 @@ def _elementwise(rates: _Meter, flop: float, byte: float) -> float:
         x = (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
         return jax.nn.softmax(jax.nn.gelu(x))
 
-    def gradients(leaves: tuple[jax.Array, ...]) -> Any:
+    def step(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         if is_cpu:
             tokens = jnp.arange(4 * 257, dtype=jnp.int32).reshape(4, 257)
-            return jax.grad(decoder.make_loss())(tree.unflatten(leaves), tokens)
-        y, back = jax.vjp(forward, *leaves)
-        return back(y)
-
-    def step(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        found = jax.tree.leaves(gradients(leaves))
+            found = jax.tree.leaves(jax.grad(decoder.make_loss())(tree.unflatten(leaves), tokens))
+        else:
+            y, back = jax.vjp(forward, *leaves)
+            found = back(y)
         return tuple(x + 1e-6 * dx for x, dx in zip(leaves, found, strict=True))
 
     work = work_of(step, *types, kind=UNIT)
@@ -236,12 +217,10 @@ def _convolutions(rates: _Meter, dtype: str) -> list[tuple[float, float, float]]
 
     found = []
     for n in _CHANNELS:
-        x, w = ((4, 32, 32, n), (3, 3, n, n))
-        unroll = jax.default_backend() == "cpu"
-        seconds = rates.seconds(forward_and_backward, x, w, dtype=dtype, unroll=unroll) / 3
-        work = work_of(one, *(jax.ShapeDtypeStruct(s, dtype) for s in (x, w)), kind=UNIT)
-        found.append((work.flops, work.touched, seconds))
-        if 4 * 3 * seconds > _LONG:  # what the next one takes
+        seconds = rates.seconds(forward_and_backward, (4, 32, 32, n), (3, 3, n, n), dtype=dtype) / 3
+        nbytes = jnp.dtype(dtype).itemsize * (2 * 4 * 32 * 32 * n + 9 * n * n)
+        found.append((2.0 * 4 * 32 * 32 * 9 * n * n, float(nbytes), seconds))
+        if 4 * 3 * seconds > _LONG:
             break
     return found
 
@@ -285,9 +264,8 @@ def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
-    return float(
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
-    )
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * pages / jax.local_device_count()
 
 
 def _host_link(clock: Callable[[], float]) -> float | None:
@@ -298,12 +276,9 @@ def _host_link(clock: Callable[[], float]) -> float | None:
     place = [jax.sharding.SingleDeviceSharding(device) for device in devices]
     host = [x.with_memory_kind("pinned_host") for x in place]
     arrays = jax.block_until_ready([jax.device_put(jnp.ones(2**26), x) for x in place])
-    there, back = [], []
-    for _ in range(_TRIES):
+    seconds = []
+    for target in _TRIES * (host, place):  # there and back
         start = clock()
-        moved = jax.block_until_ready(jax.device_put(arrays, host))
-        there.append(clock() - start)
-        start = clock()
-        jax.block_until_ready(jax.device_put(moved, place))
-        back.append(clock() - start)
-    return 4 * 2.0**26 / max(statistics.median(there), statistics.median(back))
+        arrays = jax.block_until_ready(jax.device_put(arrays, target))
+        seconds.append(clock() - start)
+    return 4 * 2.0**26 / max(min(seconds[way::2]) for way in (0, 1))

@@ -68,9 +68,9 @@ class MeasuredRates(Printed):
         """The figures for plans: rates of products of this dtype, links by all collectives.
 
         Of n x n matrices a product takes 2 n^3 / F + 3 n^2 b / O + kernel for elements of b bytes;
-        F and O are fitted, by relative errors; likewise of convolutions, which take those of products
-        where a file has none. A collective takes ``start + x / link`` where it
-        takes x seconds over links of 1 byte a second without latency.
+        F and O are fitted, by relative errors; likewise those of convolutions, which take what
+        products do where a file has none. A collective takes ``start + x / link`` where it takes x
+        seconds over links of 1 byte a second without latency.
 
         Args:
           dtype: of the parameters in the loss; by default float32 on CPUs, else bfloat16.
