@@ -2,6 +2,7 @@
 
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search._fit_request import machine_name, of_all
 
-_TRIES = 5  # whose least counts: others on the machine only add to it
+_TRIES = 5  # whose median counts
 _LEAST = 0.02  # seconds of a program, of which a start is a small share
 _MOST = 2**12  # operations of a program
 _LONG = 0.05  # seconds of one operation, above which no larger one is measured
@@ -42,7 +43,7 @@ def measure_machine(
     """Measures the devices of this machine: products, memory, each axis of the mesh, the host.
 
     All devices work at the same time, as in a step. Each operation runs in a loop of one program,
-    and the least of five tries counts; sizes grow until one operation would take 0.05 s. With
+    and the median of five tries counts; sizes grow until one operation would take 0.05 s. With
     several processes all of them call it, at the same time. Nothing else should run.
 
     Args:
@@ -113,9 +114,9 @@ class _Meter:
         count = 1
         while True:
             run = self._compile(body, count, make_there())
-            took = self._least(run, 2)
+            took = self._median(run, 2)
             if took >= _LEAST / 2 or count >= self.most:
-                return self._least(run, _TRIES) / count
+                return self._median(run, _TRIES) / count
             count = min(self.most, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
     def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Body:
@@ -139,14 +140,15 @@ class _Meter:
         run()
         return run
 
-    def _least(self, run: Body, tries: int) -> float:
+    def _median(self, run: Body, tries: int) -> float:
         """The same in all processes, which decide by it what they run next."""
         times = []
         for _ in range(tries):
             start = self.clock()
             run()
             times.append(self.clock() - start)
-        return float(np.max(of_all(min(times)))) if jax.process_count() > 1 else min(times)
+        found = statistics.median(times)
+        return float(np.max(of_all(found))) if jax.process_count() > 1 else found
 
 
 def _move(x: jax.Array) -> jax.Array:
@@ -281,4 +283,4 @@ def _host_link(clock: Callable[[], float]) -> float | None:
         start = clock()
         arrays = jax.block_until_ready(jax.device_put(arrays, target))
         seconds.append(clock() - start)
-    return 4 * 2.0**26 / max(min(seconds[way::2]) for way in (0, 1))
+    return 4 * 2.0**26 / max(statistics.median(seconds[way::2]) for way in (0, 1))
