@@ -128,26 +128,23 @@ def _compare_kernel() -> float:
 def _compare_rounding() -> float:
     """In standard deviations, of which six are allowed."""
     count = 1 << 16
-    fmt = optax_ext.Linear(8)
     x = np.full((256, count // 256), 0.3003, np.float32)
     x[:, 0] = 1.0  # the scale of each block
 
     def mean_of_codes(x: jax.Array) -> jax.Array:
         noise = jax.random.uniform(jax.random.key(0), x.shape)
-        return dequantize(quantize(x, fmt, True, "stochastic", noise))[:, 1:].mean()
+        return dequantize(quantize(x, optax_ext.Linear(8), True, "stochastic", noise))[:, 1:].mean()
 
-    step = 1 / 127
+    deviation = np.sqrt(0.25 / count)  # of a mean, in steps of a code or a parameter
     have, _ = both(mean_of_codes, x)
-    worst = abs(float(have) - 0.3003) / (step * np.sqrt(0.25 / count)) / 6
+    worst = abs(float(have) - 0.3003) / (deviation / 127) / 6
 
     def mean_of_params(p: jax.Array) -> jax.Array:
         moved = optax_ext.apply_updates(p, jnp.full(p.shape, 1e-3), jax.random.key(1))
         return jnp.mean(moved, dtype=jnp.float32)
 
-    p = np.ones(count, jnp.bfloat16)
-    have, _ = both(mean_of_params, p)
-    spacing = 2.0**-7
-    return max(worst, abs(float(have) - 1.001) / (spacing * np.sqrt(0.25 / count)) / 6)
+    have, _ = both(mean_of_params, np.ones(count, jnp.bfloat16))
+    return max(worst, abs(float(have) - 1.001) / (deviation / 128) / 6)
 
 
 def _compare_updates(tx: Any, plain: Any, allowed: float) -> float:
