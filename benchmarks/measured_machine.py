@@ -2,16 +2,13 @@
 
 The machine is measured as ``optax-ext check --measure`` does it, before and after the steps of each
 model: AdamW in float32, whose time is predicted by the mean of both. One device of one core: its
-CPU seconds are what a step takes there, whatever else runs on the cores. Memory that a program
-frees stays with the process, as allocators of accelerators keep it: page faults of new memory
-would take a sixth of a step of the decoder.
+CPU seconds are what a step takes there, whatever else runs on the cores.
 
   python benchmarks/measured_machine.py           # writes benchmarks/results/measured_machine.md
   python benchmarks/measured_machine.py --smoke   # one tiny model, prints only
 """
 
 import argparse
-import ctypes
 import dataclasses
 import os
 import statistics
@@ -42,8 +39,6 @@ DEVICES, STAGE, STEPS = 1, 0, 3
 # A core of an EPYC 7763 of AMD by its data sheet: two products and sums of 8 float32 values a cycle
 # at 2.45 GHz; its share of 8 channels of DDR4-3200 for 64 cores. Links are copies in that memory.
 SHEET = shd.DeviceKind("cpu", 8e9, 204.8e9 / 64, 2.45e9 * 32, 204.8e9 / 64, None, "AMD")
-# Options of glibc's mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX.
-KEEP_MEMORY = {-4: 0, -1: 2**31 - 1, -8: 1}
 HEADER = """\
 | model | measured, ms (least to most of the tries) | by the measured machine, ms | ratio \
 | by the data sheet, ms | ratio |
@@ -137,8 +132,6 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=5)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    for option, value in KEEP_MEMORY.items():
-        ctypes.CDLL(None).mallopt(option, value)
     tries = 1 if options.smoke else options.tries
     load = os.getloadavg()[0]
     table = _results.table(HEADER, rows(options.smoke, tries))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.check._machine_report import describe_machine
 from sharding.plan.machine import targets
-from sharding.plan.machine._measured_rates import MeasuredRates, WireTime, product_seconds
+from sharding.plan.machine._measured_rates import MeasuredRates, WireTime
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search._fit_request import machine_name, of_all
@@ -68,7 +68,8 @@ def measure_machine(
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
         if dtype == "float32":  # next to the products that are subtracted
-            elementwise = _elementwise(rates, *product_seconds(products[dtype], 4, kernel))
+            n, seconds = products[dtype][-1]
+            elementwise = _elementwise(rates, 2 * n**3 / seconds)
         if jnp.dtype(dtype).itemsize > 1:
             convolutions[dtype] = _convolutions(alone, dtype)
     name = machine_name(jax.devices())
@@ -103,7 +104,7 @@ class _Meter:
         self.spec = P(self.mesh.axis_names)
 
     def seconds(self, body: Body, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> float:
-        """Of one call of ``body``, if short in a loop, by arrays of these shapes on each device."""
+        """Of one call of ``body`` in a loop, by arrays of these shapes on each device."""
         num = self.mesh.size
 
         def make() -> tuple[jax.Array, ...]:
@@ -125,7 +126,7 @@ class _Meter:
                 return tuple(jax.tree.leaves(body(*carry)))
 
             start = tuple(x[0] for x in blocks)
-            found = once(0, start) if count == 1 else lax.fori_loop(0, count, once, start)
+            found = once(0, start) if self.most == 1 else lax.fori_loop(0, count, once, start)
             return tuple(x[None] for x in found)
 
         at = self.spec
@@ -155,12 +156,11 @@ def _move(x: jax.Array) -> jax.Array:
     return x * 0.999 + 1e-9
 
 
-def _elementwise(rates: _Meter, flop: float, byte: float) -> float:
+def _elementwise(rates: _Meter, product: float) -> float:
     """Bytes a second of a norm, a softmax and an activation with their gradients.
 
-    As the planner counts bytes. On CPUs of a step of a small decoder but its products, of which an
-    operation and a byte of operands take so many seconds: activations leave the caches, memory is
-    new, operands are transposed.
+    As the planner counts bytes. On CPUs of a step of a small decoder but its products, each of so
+    many operations a second: activations leave the caches, memory is new, operands are transposed.
     """
     decoder = Decoder(4, 256, 4, 4, 1024, 2048, 256, gated=False, tied=True, biased=True)
     is_cpu = jax.default_backend() == "cpu"
@@ -182,8 +182,7 @@ def _elementwise(rates: _Meter, flop: float, byte: float) -> float:
 
     work = work_of(step, *types, kind=UNIT)
     seconds = rates.seconds(step, *(x.shape for x in types))
-    products = work.flops * flop + work.touched * byte
-    return work.seconds / max(seconds - products, seconds / 10)
+    return work.seconds / max(seconds - work.flops / product, seconds / 10)
 
 
 def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:

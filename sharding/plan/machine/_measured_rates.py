@@ -81,8 +81,9 @@ class MeasuredRates(Printed):
         target = targets.parse(self.target, other_gpus=True)
         dtype = dtype or ("float32" if target.kind == "cpu" else "bfloat16")
         check_choice("a dtype of measured products", dtype, [*self.products])
-        item = jnp.dtype(dtype).itemsize
-        flop, byte = product_seconds(self.products[dtype], item, self.kernel)
+        n, seconds = np.array(self.products[dtype]).T
+        terms = np.stack([2 * n**3, 3 * n**2 * jnp.dtype(dtype).itemsize], 1)
+        flop, byte = _fitted(terms, seconds - self.kernel, seconds)
         convolutions = 1.0, 1.0
         if dtype in self.convolutions:
             *images, seconds = np.array(self.convolutions[dtype]).T
@@ -98,7 +99,7 @@ class MeasuredRates(Printed):
             *(1.0, 1.0, near[2]),
             memory=1.0,
             passes=self.elementwise / self.bandwidth,
-            operands=1 / byte / self.bandwidth,
+            operands=1 / float(byte) / self.bandwidth,
             convolutions=convolutions,
             kernel=self.kernel,
             start=near[1],
@@ -111,7 +112,7 @@ class MeasuredRates(Printed):
             known,
             memory=self.memory,
             bandwidth=self.bandwidth,
-            flops=1 / flop,
+            flops=1 / float(flop),
             link=near[0],
             network=far[0] if target.groups > 1 else known.network,
             host_link=self.host_link or known.host_link,
@@ -190,15 +191,6 @@ class MeasuredRates(Printed):
             raise ValueError(
                 f"{path} is no file that optax-ext check --measure wrote: {error}."
             ) from None
-
-
-def product_seconds(
-    rows: Sequence[tuple[int, float]], item: int, kernel: float
-) -> tuple[float, float]:
-    """Seconds of an operation and of a byte of operands, by products of square matrices."""
-    n, seconds = np.array(rows).T
-    flop, byte = _fitted(np.stack([2 * n**3, 3 * n**2 * item], 1), seconds - kernel, seconds)
-    return float(flop), float(byte)
 
 
 def _rate_row(name: str, of: str, amount: float, unit: str, seconds: float) -> tuple[str, ...]:
