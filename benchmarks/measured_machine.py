@@ -68,7 +68,6 @@ def models(smoke: bool) -> dict[str, Model]:
         "GPT-2, an eighth as wide": lambda: network("GPT-2, unrolled", 8),
         "T5, an eighth as wide": lambda: network("T5-like", 8),
         "ResNet-50, an eighth as wide": lambda: network("ResNet-50", 8),
-        # By which no rate was chosen.
         "held out: VGG-16, an eighth as wide": lambda: network("VGG-16", 8),
         "held out: LSTM, an eighth as wide": lambda: network("LSTM", 8),
     }
@@ -134,15 +133,15 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     tries = 1 if options.smoke else options.tries
+    load = os.getloadavg()[0]
     table = _results.table(HEADER, rows(options.smoke, tries))
     if not options.smoke:
         sheet = {k: v for k, v in dataclasses.asdict(SHEET).items() if k in ("flops", "bandwidth")}
         about = (
             f"{_results.machine('cpu')}, of which one device uses one; AdamW, float32. Medians of "
             f"{tries} times {STEPS} steps, in CPU seconds; the machine was measured before and "
-            "after those of each model. Others worked on the cores at the same time, which takes "
-            f"caches and bandwidth: {os.getloadavg()[2]:.0f} threads waited or ran on average. The "
-            f"data sheet of a core: {sheet}."
+            "after those of each model. The load of the machine, of which this is one: "
+            f"{load:.1f} before, {os.getloadavg()[0]:.1f} after. The data sheet of a core: {sheet}."
         )
         _results.write("measured_machine", "Steps predicted by a measured machine", about, table)
 

@@ -55,13 +55,25 @@ def _check_once(fmt: Format, rounding: str) -> None:
     _remember(name)
 
 
-def error_of_codes(fmt: Format, rounding: str = "nearest") -> float:
+def _computed(fn: Callable[..., Any], x: Any) -> Any:
+    """What a program computes, also where a step is being traced; in the memory of the host."""
+    return jax.device_get(jax.jit(fn).lower(x).compile()(x))
+
+
+def error_of_codes(
+    fmt: Format, rounding: str = "nearest", *, compute: Callable[..., Any] = _computed
+) -> float:
     """How far values are off that are encoded and decoded on the first device of this process.
+
+    Args:
+      fmt: of the codes.
+      rounding: of values to codes.
+      compute: runs a function, of encoding and then of decoding, of an argument, by a program.
 
     Returns:
       The norm of the difference, as a share of the most that rounding makes; above 1 it is wrong.
     """
-    return max(_error(fmt, signed, rounding) for signed in (True, False)) / _ALLOWED[fmt.bits]
+    return max(_errors(fmt, rounding, compute)) / _ALLOWED[fmt.bits]
 
 
 _RIGHT: dict[tuple[Format, str], bool] = {}  # whether kernels are, of what was checked
@@ -112,12 +124,16 @@ def error_of_kernels(fmt: Format, rounding: str, steps: Callable[[Any], Any]) ->
     """
     x = np.random.default_rng(0).standard_normal((2, 70, 300)).astype(np.float32)
     before = kernels_are_right(fmt, rounding)
-    made = []
-    try:
+
+    def both_forms(x: Any) -> list[Any]:
+        made = []
         for form in (True, False):
             _RIGHT[fmt, rounding] = form
-            with jax.ensure_compile_time_eval():
-                made.append(jax.device_get(jax.jit(lambda x: steps(x))(x)))
+            made.append(steps(x))
+        return made
+
+    try:
+        made = _computed(both_forms, x)
     finally:
         _RIGHT[fmt, rounding] = before
     worst = 0.0
@@ -131,15 +147,20 @@ def error_of_kernels(fmt: Format, rounding: str, steps: Callable[[Any], Any]) ->
     return worst
 
 
-def _error(fmt: Format, signed: bool, rounding: str) -> float:
-    """Of numbers over four powers of ten, by a program of each way."""
+def _errors(fmt: Format, rounding: str, compute: Callable[..., Any]) -> list[float]:
+    """Of numbers over four powers of ten, of both signs and of one, by a program of each way."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((64, 512)) * 10.0 ** rng.uniform(-4, 0, (64, 512))).astype(np.float32)
-    x = x if signed else np.abs(x)
-    with jax.ensure_compile_time_eval():  # also where a step is being traced
-        stored = jax.jit(lambda x: quantize(x, fmt, signed, rounding))(x)
-        back = np.asarray(jax.jit(dequantize)(stored), np.float64)
-    return float(np.linalg.norm(back - x) / np.linalg.norm(x))
+
+    def encode(x: Any) -> Any:
+        return [quantize(x, fmt, True, rounding), quantize(abs(x), fmt, False, rounding)]
+
+    stored = compute(encode, x)
+    back = compute(lambda stored: [dequantize(q) for q in stored], stored)
+    return [
+        float(np.linalg.norm(np.float64(have) - want) / np.linalg.norm(want))
+        for have, want in zip(back, (x, np.abs(x)), strict=True)
+    ]
 
 
 def _compiler(device: jax.Device) -> str:

@@ -218,9 +218,13 @@ def _two_steps(fmt: Format, rounding: str, grads: Array) -> Updated:
     signs_of = functools.partial(find_signs, inner)
     tx = _Wrapper(inner, signs_of, {}, formats, rounding, 0, 0)
     state = tx.init(grads[0])
-    for gradient in grads:
+
+    def step(state: Any, gradient: Array) -> Any:
         updates, state = tx.run(False, gradient, state)
-    return updates, state
+        return state, updates
+
+    state, updates = jax.lax.scan(step, state, grads)
+    return jax.tree.map(lambda x: x[-1], updates), state
 
 
 def kernels_beside_xla(fmt: Format, rounding: str = "stochastic") -> float:

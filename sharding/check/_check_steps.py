@@ -38,10 +38,13 @@ _HOST = {"offload", "update_on"}
 
 
 def initial_params() -> dict[str, jax.Array]:
-    """Layers that a loss scans over, and a head."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    layers = jax.random.normal(keys[0], (_LAYERS, _WIDTH, _WIDTH)) / _WIDTH**0.5
-    return {"layers": layers, "head": jax.random.normal(keys[1], (_WIDTH, 32)) / _WIDTH**0.5}
+    """Layers that a loss scans over, and a head; constants, whose programs compile fast."""
+    rng, shapes = (
+        np.random.default_rng(1),
+        {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)},
+    )
+    drawn = {name: rng.standard_normal(shape) / _WIDTH**0.5 for name, shape in shapes.items()}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
 
 
 def outputs(params: Any, x: jax.Array) -> jax.Array:
@@ -88,7 +91,7 @@ def reference(loss: str, optimizer: str) -> tuple[Any, Any]:
     tx = _OPTIMIZERS[optimizer]
     with jax.default_device(cpu_device()), jax.default_matmul_precision("float32"):
         params = initial_params()
-        state, start = tx.init(params), jax.device_get(params)
+        state, start = jax.jit(tx.init)(params), jax.device_get(params)
 
         @jax.jit
         def step(params: Any, state: Any, x: jax.Array) -> Any:
@@ -189,15 +192,16 @@ def _need_host_memory() -> None:
 
 
 def _compare_stored() -> float:
-    """A loss of coded layers beside that of what they decode to."""
-    params, x = initial_params(), batches()[0]
+    """What codes decode to beside the CPU's; a loss of coded layers beside that of the decoded."""
     forms = {"layers": (stored.frozen(4), stored.lora(rank=4))}
-    held = stored.store(params, forms, jax.random.key(1))
-    seen = stored.merge(held)
-    with jax.default_matmul_precision("float32"):
-        have = jax.jit(stored.loss_of(mean_loss))(held, x)
-        want = jax.jit(mean_loss)(seen, x)
-    return apart(have, want) / 1e-4
+
+    def losses(params: Any, x: jax.Array) -> Any:
+        held = stored.store(params, forms, jax.random.key(1))
+        seen = stored.merge(held)
+        return seen, stored.loss_of(mean_loss)(held, x), mean_loss(seen, x)
+
+    have, want = both(losses, initial_params(), batches()[0])
+    return max(apart(have[0], want[0]) / 1e-3, apart(have[1], have[2]) / 1e-4)
 
 
 def _compare_local_steps() -> float:

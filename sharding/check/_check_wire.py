@@ -38,9 +38,8 @@ def mesh_of_all(*, split: int = 1) -> jax.sharding.Mesh:
         raise NotHere("one device alone sends nothing")
     if num % split:
         raise NotHere(f"{num} devices are not divided by {split}")
-    shape, names = (
-        ((num,), ("data",)) if split == 1 else ((split, num // split), ("replica", "data"))
-    )
+    shape = (num,) if split == 1 else (split, num // split)
+    names = ("replica", "data")[-len(shape) :]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -180,10 +179,13 @@ def _compare_sync(name: str) -> float:
         x[:, np.arange(64) % 10 != 3] = 0  # rows that no device reads
 
     def three(x: jax.Array) -> Any:
-        state, sent = method.init({"w": x[0]}), jnp.zeros_like(x[0])
-        for step in range(3):
-            mean, state = method.all_reduce({"w": x[0] * (step + 1)}, state, "data")
-            sent += mean["w"]
+        def step(carry: Any, scale: jax.Array) -> Any:
+            state, sent = carry
+            mean, state = method.all_reduce({"w": x[0] * scale}, state, "data")
+            return (state, sent + mean["w"]), None
+
+        start = method.init({"w": x[0]}), jnp.zeros_like(x[0])
+        (state, sent), _ = lax.scan(step, start, jnp.arange(1.0, 4.0))
         left = state.arrays["w"]
         left = left["error"] if isinstance(left, dict) else jnp.zeros_like(sent)
         return sent + lax.pmean(left, "data")

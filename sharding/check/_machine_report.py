@@ -116,9 +116,7 @@ def describe_machine() -> dict[str, Any]:
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
     coords = [getattr(device, "coords", None) for device in devices]
-    sides = (
-        "x".join(str(max(side) + 1) for side in zip(*coords, strict=True)) if all(coords) else ""
-    )
+    sides = zip(*coords, strict=True) if all(coords) else ()
     return {
         "optax-ext": __version__,
         "jax": jax.__version__,
@@ -126,7 +124,7 @@ def describe_machine() -> dict[str, Any]:
         "Python": platform.python_version(),
         "platform": devices[0].client.platform_version.splitlines()[0],
         "devices": f"{len(devices)} x {', '.join(kinds)}",
-        "torus": sides,
+        "torus": "x".join(str(max(side) + 1) for side in sides),
         "processes": jax.process_count(),
         **{name: os.environ[name] for name in _FLAGS if os.environ.get(name)},
     }

@@ -27,6 +27,7 @@ _MOST = 2**12  # operations of a program
 _LONG = 0.05  # seconds of one operation, above which no larger one is measured
 _DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # the last one not on CPUs, which have none
 _PRODUCTS = tuple(2**i for i in range(6, 14))  # rows and columns
+_CHANNELS = tuple(2**i for i in range(3, 10))
 _PASSES = tuple(2**i for i in range(16, 29, 3))  # bytes that one reads
 _WIRE = tuple(2**i for i in range(12, 29, 4))  # bytes
 _ROWS = jax.ShapeDtypeStruct((32, 1024, 1024), jnp.float32)  # of element-wise operations
@@ -53,6 +54,8 @@ def measure_machine(
       The rates: ``write`` them to a file, which ``DeviceKind.read`` and ``--machine`` take.
     """
     rates = _Meter(clock)
+    # XLA for CPUs has slower forms of gradients of convolutions in loops.
+    alone = _Meter(clock, 1) if jax.default_backend() == "cpu" else rates
     progress("memory")
     kernel = rates.seconds(_move, (256,))
     passes = []
@@ -60,12 +63,15 @@ def measure_machine(
         passes.append((2.0 * nbytes, rates.seconds(_move, (nbytes // 4,))))
         if 8 * passes[-1][1] > _LONG:  # what the next one takes
             break
-    products = {}
+    products, convolutions = {}, {}
     for dtype in _DTYPES[: 2 if jax.default_backend() == "cpu" else 3]:
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
-    n, seconds = products["float32"][-1]
-    elementwise = _elementwise(rates, 2 * n**3 / seconds)
+        if dtype == "float32":  # next to the products that are subtracted
+            n, seconds = products[dtype][-1]
+            elementwise = _elementwise(rates, 2 * n**3 / seconds)
+        if jnp.dtype(dtype).itemsize > 1:
+            convolutions[dtype] = _convolutions(alone, dtype)
     name = machine_name(jax.devices())
     wire = []
     for axis, size in targets.parse(name, other_gpus=True).mesh_axes.items():
@@ -82,14 +88,15 @@ def measure_machine(
         products=products,
         wire=wire,
         host_link=_host_link(clock),
+        convolutions=convolutions,
     )
 
 
 class _Meter:
     """Seconds of an operation on all devices at once."""
 
-    def __init__(self, clock: Callable[[], float]):
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float], most: int = _MOST):
+        self.clock, self.most = clock, most
         name = machine_name(jax.devices())
         axes = targets.parse(name, other_gpus=True).mesh_axes
         types = (AxisType.Auto,) * len(axes)
@@ -98,47 +105,48 @@ class _Meter:
 
     def seconds(self, body: Body, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> float:
         """Of one call of ``body`` in a loop, by arrays of these shapes on each device."""
-        place = NamedSharding(self.mesh, self.spec)
         num = self.mesh.size
 
         def make() -> tuple[jax.Array, ...]:
-            keys = jax.random.split(jax.random.key(0), len(shapes))
-            normal = jax.random.normal
-            drawn = [normal(key, (num, *x)) for key, x in zip(keys, shapes, strict=True)]
+            drawn = [jax.random.normal(jax.random.key(i), (num, *x)) for i, x in enumerate(shapes)]
             return tuple((x / np.sqrt(x.shape[-1])).astype(dtype) for x in drawn)
 
-        arrays = jax.jit(make, out_shardings=place)()
+        make_there = jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))
         count = 1
         while True:
-            run = self._compile(body, count, arrays)
-            took = self._median(run, arrays, 2)
-            if took >= _LEAST / 2 or count >= _MOST:
-                return self._median(run, arrays, _TRIES) / count
-            count = min(_MOST, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
+            run = self._compile(body, count, make_there())
+            took = self._median(run, 2)
+            if took >= _LEAST / 2 or count >= self.most:
+                return self._median(run, _TRIES) / count
+            count = min(self.most, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
-    def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Any:
+    def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Body:
         def loop(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             def once(_: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                made = body(*carry)
-                return made if isinstance(made, tuple) else (made,)
+                return tuple(jax.tree.leaves(body(*carry)))
 
-            found = lax.fori_loop(0, count, once, tuple(x[0] for x in blocks))
+            start = tuple(x[0] for x in blocks)
+            found = once(0, start) if self.most == 1 else lax.fori_loop(0, count, once, start)
             return tuple(x[None] for x in found)
 
-        specs = self.spec
-        mapped = jax.shard_map(
-            loop, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )
-        compiled = jax.jit(mapped).lower(*arrays).compile()
-        jax.block_until_ready(compiled(*arrays))
-        return compiled
+        at = self.spec
+        mapped = jax.shard_map(loop, mesh=self.mesh, in_specs=at, out_specs=at, check_vma=False)
+        donated = tuple(range(len(arrays)))  # new memory costs page faults on CPUs
+        compiled = jax.jit(mapped, donate_argnums=donated).lower(*arrays).compile()
+        held = [arrays]
 
-    def _median(self, run: Any, arrays: tuple[jax.Array, ...], tries: int) -> float:
+        def run() -> None:
+            held[0] = jax.block_until_ready(compiled(*held[0]))
+
+        run()
+        return run
+
+    def _median(self, run: Body, tries: int) -> float:
         """The same in all processes, which decide by it what they run next."""
         times = []
         for _ in range(tries):
             start = self.clock()
-            jax.block_until_ready(run(*arrays))
+            run()
             times.append(self.clock() - start)
         found = statistics.median(times)
         return float(np.max(of_all(found))) if jax.process_count() > 1 else found
@@ -163,15 +171,13 @@ def _elementwise(rates: _Meter, product: float) -> float:
         x = (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
         return jax.nn.softmax(jax.nn.gelu(x))
 
-    def gradients(leaves: tuple[jax.Array, ...]) -> Any:
+    def step(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         if is_cpu:
             tokens = jnp.arange(4 * 257, dtype=jnp.int32).reshape(4, 257)
-            return jax.grad(decoder.make_loss())(tree.unflatten(leaves), tokens)
-        y, back = jax.vjp(forward, *leaves)
-        return back(y)
-
-    def step(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        found = jax.tree.leaves(gradients(leaves))
+            found = jax.tree.leaves(jax.grad(decoder.make_loss())(tree.unflatten(leaves), tokens))
+        else:
+            y, back = jax.vjp(forward, *leaves)
+            found = back(y)
         return tuple(x + 1e-6 * dx for x, dx in zip(leaves, found, strict=True))
 
     work = work_of(step, *types, kind=UNIT)
@@ -195,6 +201,27 @@ def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:
         seconds = rates.seconds(forward_and_backward, (n, n), (n, n), dtype=dtype) / 3
         found.append((n, seconds))
         if 8 * 3 * seconds > _LONG:  # what the next one takes
+            break
+    return found
+
+
+def _convolutions(rates: _Meter, dtype: str) -> list[tuple[float, float, float]]:
+    """Operations, bytes and seconds of one of 4 images of 32 x 32, the mean with its gradient's."""
+
+    def one(x: jax.Array, w: jax.Array) -> jax.Array:
+        dims = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+
+    def forward_and_backward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(one, x, w)
+        return tuple(a + (1e-6 * b).astype(dtype) for a, b in zip((x, w), back(y), strict=True))
+
+    found = []
+    for n in _CHANNELS:
+        seconds = rates.seconds(forward_and_backward, (4, 32, 32, n), (3, 3, n, n), dtype=dtype) / 3
+        nbytes = jnp.dtype(dtype).itemsize * (2 * 4 * 32 * 32 * n + 9 * n * n)
+        found.append((2.0 * 4 * 32 * 32 * 9 * n * n, float(nbytes), seconds))
+        if 4 * 3 * seconds > _LONG:
             break
     return found
 
@@ -238,9 +265,8 @@ def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
-    return float(
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
-    )
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * pages / jax.local_device_count()
 
 
 def _host_link(clock: Callable[[], float]) -> float | None:
@@ -251,12 +277,9 @@ def _host_link(clock: Callable[[], float]) -> float | None:
     place = [jax.sharding.SingleDeviceSharding(device) for device in devices]
     host = [x.with_memory_kind("pinned_host") for x in place]
     arrays = jax.block_until_ready([jax.device_put(jnp.ones(2**26), x) for x in place])
-    there, back = [], []
-    for _ in range(_TRIES):
+    seconds = []
+    for target in _TRIES * (host, place):  # there and back
         start = clock()
-        moved = jax.block_until_ready(jax.device_put(arrays, host))
-        there.append(clock() - start)
-        start = clock()
-        jax.block_until_ready(jax.device_put(moved, place))
-        back.append(clock() - start)
-    return 4 * 2.0**26 / max(statistics.median(there), statistics.median(back))
+        arrays = jax.block_until_ready(jax.device_put(arrays, target))
+        seconds.append(clock() - start)
+    return 4 * 2.0**26 / max(statistics.median(seconds[way::2]) for way in (0, 1))

@@ -88,6 +88,8 @@ def reduce_scatter_arrays(
     """Sums over manual axes: this device's shards, and the full sums of unsharded arrays."""
 
     def reduce(x: jax.Array, dim: int) -> jax.Array:
+        if lax.axis_size(axes) == 1:
+            return x  # XLA for CPUs copies it
         return psum_scatter(x, axes, dim) if dim else lax.psum(x, axes)
 
     return _map_arrays(layout, reduce, xs, array_layouts)

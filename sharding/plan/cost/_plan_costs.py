@@ -565,8 +565,10 @@ class TracedCosts(PlanCosts):
         traced = self.traced(rows, plan.recompute, plan.tiles, plan.matmuls)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
         low = Roofline(self.machine.device, COMPILED, ideal=ideal, matmuls=plan.matmuls)
-        products = (traced.flops - traced.low) / unit.flops + traced.low / low.flops
-        products += traced.touched / unit.operands
+        products = (traced.flops - traced.low - traced.convolved) / unit.flops
+        products += traced.low / low.flops + traced.convolved / unit.convolutions
+        products += (traced.touched - traced.filtered) / unit.operands
+        products += traced.filtered / unit.images
         kernels = round(_KERNELS * traced.products)
         work = KernelSeconds(
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel

@@ -38,8 +38,9 @@ class MeasuredRates(Printed):
       kernel: seconds of a kernel that does next to nothing.
       passes: bytes that a pass over memory reads and writes, and its seconds; by size.
       elementwise: planned bytes a second of the element-wise operations of a layer.
-      products: the same of square matrix products by dtype: rows, and the mean of the seconds of
-        one and of the two that its gradient takes.
+      products: of square matrices by dtype: rows, and the mean of the seconds of one and of the two
+        that its gradient takes.
+      convolutions: of 3 x 3 filters by dtype: operations, bytes of operands, and such a mean.
       wire: collectives by axis of the mesh, operation and size.
       host_link: bytes a second to and from the host's memory; None where that is none of its own.
     """
@@ -53,6 +54,9 @@ class MeasuredRates(Printed):
     products: Mapping[str, Sequence[tuple[int, float]]]
     wire: Sequence[WireTime]
     host_link: float | None = None
+    convolutions: Mapping[str, Sequence[tuple[float, float, float]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def bandwidth(self) -> float:
@@ -64,8 +68,9 @@ class MeasuredRates(Printed):
         """The figures for plans: rates of products of this dtype, links by all collectives.
 
         Of n x n matrices a product takes 2 n^3 / F + 3 n^2 b / O + kernel for elements of b bytes;
-        F and O are fitted, by relative errors. A collective takes ``start + x / link`` where it
-        takes x seconds over links of 1 byte a second without latency.
+        F and O are fitted, by relative errors; likewise those of convolutions, which take what
+        products do where a file has none. A collective takes ``start + x / link`` where it takes x
+        seconds over links of 1 byte a second without latency.
 
         Args:
           dtype: of the parameters in the loss; by default float32 on CPUs, else bfloat16.
@@ -76,10 +81,14 @@ class MeasuredRates(Printed):
         target = targets.parse(self.target, other_gpus=True)
         dtype = dtype or ("float32" if target.kind == "cpu" else "bfloat16")
         check_choice("a dtype of measured products", dtype, [*self.products])
-        rows = np.array(self.products[dtype])
-        item = jnp.dtype(dtype).itemsize
-        terms = np.stack([2 * rows[:, 0] ** 3, 3 * rows[:, 0] ** 2 * item], 1)
-        each, of_byte = _fitted(terms, rows[:, 1] - self.kernel, rows[:, 1])
+        n, seconds = np.array(self.products[dtype]).T
+        terms = np.stack([2 * n**3, 3 * n**2 * jnp.dtype(dtype).itemsize], 1)
+        flop, byte = _fitted(terms, seconds - self.kernel, seconds)
+        convolutions = 1.0, 1.0
+        if dtype in self.convolutions:
+            *images, seconds = np.array(self.convolutions[dtype]).T
+            found = _fitted(np.stack(images, 1), seconds - self.kernel, seconds)
+            convolutions = float(flop / found[0]), float(byte / found[1])
         known = kind_of(self.target) or DeviceKind(
             *(target.kind, self.memory, 0.0, 0.0, 1.0, None),
             source="",
@@ -90,7 +99,8 @@ class MeasuredRates(Printed):
             *(1.0, 1.0, near[2]),
             memory=1.0,
             passes=self.elementwise / self.bandwidth,
-            operands=1 / float(of_byte) / self.bandwidth,
+            operands=1 / float(byte) / self.bandwidth,
+            convolutions=convolutions,
             kernel=self.kernel,
             start=near[1],
             link_hop=0.0,
@@ -102,7 +112,7 @@ class MeasuredRates(Printed):
             known,
             memory=self.memory,
             bandwidth=self.bandwidth,
-            flops=1 / float(each),
+            flops=1 / float(flop),
             link=near[0],
             network=far[0] if target.groups > 1 else known.network,
             host_link=self.host_link or known.host_link,
@@ -153,6 +163,10 @@ class MeasuredRates(Printed):
             for n, seconds in found:
                 flops = 2.0 * n**3 / 1e3
                 rows += [_rate_row(f"products in {dtype}", f"{n} x {n}", flops, "TFLOP/s", seconds)]
+        for dtype, images in self.convolutions.items():
+            for flops, nbytes, seconds in images:
+                name = f"convolutions in {dtype}"
+                rows += [_rate_row(name, size(nbytes), flops / 1e3, "TFLOP/s", seconds)]
         for wire in self.wire:
             name = f"{wire.operation} over {wire.axis}"
             rows += [_rate_row(name, size(wire.nbytes), wire.nbytes, "GB/s", wire.seconds)]

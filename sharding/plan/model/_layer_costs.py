@@ -115,6 +115,8 @@ class Roofline:
         self.bandwidth = math.inf if ideal else device.bandwidth * reached.passes
         share = reached.operands or reached.passes
         self.operands = math.inf if ideal else device.bandwidth * share
+        flops, nbytes = (1.0, 1.0) if ideal else reached.convolutions
+        self.convolutions, self.images = self.flops * flops, self.operands * nbytes
         self.kernel = 0.0 if ideal else reached.kernel
         self.unfused = implementation.unfused
 

@@ -51,6 +51,9 @@ class Work(NamedTuple):
     products: float = 0.0  # how many matrix products
     touched: float = 0.0  # bytes that these read and write
     low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
+    convolved: float = 0.0  # the part of ``flops`` of convolutions
+    filtered: float = 0.0  # the part of ``touched`` of convolutions
+    summed: float = 0.0  # bytes that loops add up, the rest of what ``seconds`` move aside
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(*map(operator.add, self, other))
@@ -81,8 +84,9 @@ def work_of_equation(
     if inner and "branches" in params:  # as pl.when, whose other branch is empty
         return max(inner, key=lambda work: (work.seconds, work.flops))
     if inner:
-        added = 2 * _bytes_added_up(eqn) / kind.bandwidth
-        total = sum(inner, Work(0.0, added)).times(params.get("length", 1))
+        added = 2 * _bytes_added_up(eqn)
+        sums = Work(0.0, added / kind.bandwidth, summed=added)
+        total = sum(inner, sums).times(params.get("length", 1))
         if is_fused(eqn):  # no more than a pass, as where codes are decoded
             passed = num_bytes([*operands, *results]) / kind.bandwidth
             total = total._replace(seconds=min(total.seconds, passed))
@@ -117,7 +121,9 @@ def _work_of_product(
     flops = float(product_flops(eqn, operands, results))
     touched = float(num_bytes([*operands, *results]))
     low = flops if all(x.dtype.itemsize == 1 for x in operands) else 0.0
-    return Work(flops, flops / kind.flops, 1.0, touched, low)
+    of_images = name_of(eqn) == "conv_general_dilated"
+    convolved = (flops, touched) if of_images else (0.0, 0.0)
+    return Work(flops, flops / kind.flops, 1.0, touched, low, *convolved)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -172,11 +178,13 @@ class Traced(NamedTuple):
 
     flops: float  # of matrix products, with those that run again
     products: float  # how many
-    touched: float  # bytes that these read and write
+    touched: float  # bytes that these read and write, and sums of these in loops
     moved: float  # bytes that all other operations do
     stored: float  # bytes that the forward pass stores for the backward pass
     working: float  # bytes of temporaries of the backward pass beside these
     low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
+    convolved: float = 0.0  # the part of ``flops`` of convolutions
+    filtered: float = 0.0  # the part of ``touched`` of convolutions
 
 
 def is_fused(eqn: Any) -> bool:

@@ -331,8 +331,9 @@ class TracedModel:
         work = work_of_jaxpr(closed.jaxpr, UNIT)
         stored = no_matrices(kept, args[0])
         nbytes = float(num_bytes(stored))
-        figures = work.flops, work.products, work.touched, work.seconds
-        return Traced(*figures, nbytes, 0.0, work.low), stored
+        touched, moved = work.touched + work.summed, work.seconds - work.summed
+        figures = work.flops, work.products, touched, moved, nbytes, 0.0
+        return Traced(*figures, work.low, work.convolved, work.filtered), stored
 
 
 AnyModel = Decoder | TracedModel

@@ -134,6 +134,7 @@ def rates_of(target, axis, group, link, start):
     return MeasuredRates(
         *(target, {"jax": "0"}, 8e10, 2e-6, [(1e6, 1e-6), (1e9, 1e9 / 3e12)], 1e12),
         *(products, wire, 5e10),
+        {"bfloat16": [(x, y, x / 1e14 + y / 5e11 + 2e-6) for x, y in ((1e9, 1e7), (1e11, 1e8))]},
     )
 
 
@@ -156,12 +157,21 @@ def test_measured_rates_are_figures_for_plans(tmp_path, target, axis, group):
     unit = Roofline(kind, COMPILED)
     for n, seconds in rates.products["bfloat16"]:
         np.testing.assert_allclose(unit.matmul(n, n, n).seconds, seconds, rtol=1e-6)
+    np.testing.assert_allclose((unit.convolutions, unit.images), (1e14, 5e11), rtol=1e-6)
+    older = json.loads((tmp_path / "machine.json").read_text())
+    del older["convolutions"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    unit = Roofline(shd.DeviceKind.read(tmp_path / "older.json"), COMPILED)
+    assert (unit.convolutions, unit.images) == (unit.flops, unit.operands)
     with pytest.raises(ValueError, match="a dtype of measured products must be one of"):
         shd.DeviceKind.read(tmp_path / "machine.json", "int8")
 
 
 def test_the_command_measures_and_plans(tmp_path, capsys, monkeypatch):
-    for name, values in (("_PRODUCTS", (64,)), ("_PASSES", (2**16,)), ("_WIRE", (2**12,))):
+    for name, values in (
+        *(("_PRODUCTS", (64,)), ("_CHANNELS", (8,))),
+        *(("_PASSES", (2**16,)), ("_WIRE", (2**12,))),
+    ):
         monkeypatch.setattr(_measure_machine, name, values)
     monkeypatch.setattr(_measure_machine, "_LEAST", 0.0)
     monkeypatch.setattr(_measure_machine, "_elementwise", lambda *_: 1e9)
@@ -172,6 +182,8 @@ def test_the_command_measures_and_plans(tmp_path, capsys, monkeypatch):
     assert found["target"] == f"cpu:{jax.device_count()}"
     assert {row["operation"] for row in found["wire"]} == {*OPERATIONS}
     assert all(row["seconds"] > 0 for row in found["wire"])
+    # Operations and bytes of one of four images of 32 x 32 by 8 filters of 3 x 3.
+    assert found["convolutions"]["float32"][0][:2] == [4 * 1024 * 8 * 2 * 72, 4 * (2 * 32768 + 576)]
     given = ["--model", "gpt2-small", "--machine", file, "--target"]
     assert main(["plan", *given, found["target"]]) == 0
     assert "the measured figures of a cpu" in capsys.readouterr().out

@@ -5,10 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import sharding as shd
 from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
 from sharding.plan.audit._program_collectives import wire_bytes
 
@@ -94,3 +96,12 @@ def test_all_to_all_sums_bfloat16_in_float32():
 )
 def test_choice(platform, sizes, shape, dim, form):
     assert choose_form(platform, sizes, shape, dim, jnp.float32) == form
+
+
+def test_one_device_sums_no_gradients():
+    """XLA for CPUs would copy them."""
+    zero, tx = shd.Zero(jax.make_mesh((1,), ("data",))), optax.sgd(0.1)
+    step = zero.train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx=tx)
+    state = zero.init(lambda: (w := jnp.ones((8, 8)), tx.init(w)), tx=tx)
+    text = step.lower(state, zero.put(np.ones((4, 8)))).as_text()
+    assert "}) : (tensor<8x8xf64>)" not in text

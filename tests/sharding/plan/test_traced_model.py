@@ -22,6 +22,7 @@ from sharding.plan import (
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
+from sharding.plan.machine._devices import achieved
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search import _traced_model
@@ -184,6 +185,41 @@ def test_a_loop_reads_and_writes_what_it_adds_up():
         return work_of(run, x, x, kind=UNIT).seconds
 
     assert loop(jnp.add) - loop(jnp.multiply) == 10 * 2 * 4000
+
+
+def test_convolutions_have_measured_rates_of_their_own():
+    def loss(params, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        for w in params:
+            x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+        return jnp.mean(x.mean((1, 2)) @ jnp.ones((8, 8)))
+
+    x = jax.ShapeDtypeStruct((8, 16, 16, 8), jnp.float32)
+    model = TracedModel(loss, lambda dtype: [jnp.ones((3, 3, 8, 8))] * 2, x)
+    kind = dataclasses.replace(kind_of("h100"), reached=achieved(kind_of("h100")))
+    slow = dataclasses.replace(kind.reached, convolutions=(0.25, 0.5))
+    seconds = []
+    for device in (kind, dataclasses.replace(kind, reached=slow)):
+        costs = TracedCosts(model, TX, machine_of("h100x8", device), dtype=jnp.float32)
+        passes = costs.passes(ParallelPlan(data=8, microbatch=8))
+        seconds.append(passes.work.matmul)
+    image, filters = 8 * 16 * 16 * 8, 9 * 8 * 8
+    flops, touched = 5 * 2 * image * filters / 8, 5 * 4 * (2 * image + filters)
+    rate, bandwidth = kind.flops * slow.matmul, kind.bandwidth * slow.passes
+    more = 3 * flops / rate + touched / bandwidth
+    assert seconds[1] - seconds[0] == pytest.approx(more)
+
+
+def test_sums_of_loops_move_at_the_rate_of_what_products_read():
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda c, _: (jnp.sin(c @ params), None), x, length=10)[0])
+
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    model = TracedModel(loss, lambda dtype: jnp.ones((64, 64)), x)
+    found = model.traced(8, jnp.dtype("float32"), "none")
+    rows, matrix = 4 * 8 * 64, 4 * 64 * 64
+    assert found.touched == 10 * (3 * (2 * rows + matrix) + 2 * matrix)
+    assert found.moved < 10 * 2 * matrix
 
 
 def bytes_of(tree):
