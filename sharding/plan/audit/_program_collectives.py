@@ -77,7 +77,11 @@ def collectives(
 
 
 def _collectives_of_frame(
-    frame: Frame, count: int, choose: Callable[..., Any], once: bool, started: Set[str] = frozenset()
+    frame: Frame,
+    count: int,
+    choose: Callable[..., Any],
+    once: bool,
+    started: Set[str] = frozenset(),
 ) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees.
 
