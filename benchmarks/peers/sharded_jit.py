@@ -54,7 +54,8 @@ FULL = ("jit_3", "rules", "zero_3")
 CASES = (
     ("h100x8", "1.3B", SMALL, tuple(WAYS)),
     ("h100x8", "7B", LARGE, FULL),
-    ("v5e:2x4", "1.3B", SMALL, FULL),
+    ("v5e:2x4", "1.3B", SMALL, ("jit_2", "zero_2", *FULL)),
+    ("v5e:2x4", "7B", LARGE, ("zero_2", *FULL)),
 )
 HEADER = """
 | target | model | way | held, GiB | temporaries, GiB | total, GiB | sent, GiB | CPU s |

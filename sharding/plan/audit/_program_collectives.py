@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,15 +77,23 @@ def collectives(
 
 
 def _collectives_of_frame(
-    frame: Frame, count: int, choose: Callable[..., Any], once: bool
+    frame: Frame,
+    count: int,
+    choose: Callable[..., Any],
+    once: bool,
+    started: Set[str] = frozenset(),
 ) -> list[Collective]:
-    """The collectives of a computation that runs ``count`` times, and of its callees."""
+    """The collectives of a computation that runs ``count`` times, and of its callees.
+
+    Chains of ``started`` began in its callers; loops continue them.
+    """
     program = frame.program
     counted: list[Collective] = []
-    chains: set[str] = set()
+    chains = set(started)
 
     def inside(name: str, count: int, arguments: Sequence[Any] = ()) -> list[Collective]:
-        return _collectives_of_frame(Frame(program, name, arguments), count, choose, once)
+        called = Frame(program, name, arguments)
+        return _collectives_of_frame(called, count, choose, once, chains)
 
     for instr in frame.instructions.values():
         if instr.op == "while":

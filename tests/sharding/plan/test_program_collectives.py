@@ -137,6 +137,23 @@ def test_all_reduce_scatter_of_tpu():
     assert (found.op, found.wire_bytes) == ("reduce-scatter", 15 / 16 * 64 * 8 * 4)
 
 
+def test_a_gather_of_tpu_that_goes_on_inside_of_a_callee():
+    gather = (
+        "  %x = f32[64,8]{1,0} parameter(0)\n  ROOT %g = f32[128,8]{1,0} all-gather(%x), "
+        'replica_groups={{0,1}}, frontend_attributes={chain_id="7"}\n}\n'
+    )
+    text = entry(
+        "%p = f32[64,8]{1,0} parameter(0)",
+        "%async-collective-start.1 = f32[128,8]{1,0} fusion(%p), kind=kCustom, calls=%first",
+        "ROOT %c = f32[128,8]{1,0} call(%p), to_apply=%body",
+        before=f"%first (x: f32[64,8]) -> f32[128,8] {{\n{gather}"
+        f"%async_collective_fusion.2 (x: f32[64,8]) -> f32[128,8] {{\n{gather}"
+        "%body (y: f32[64,8]) -> f32[128,8] {\n  %y = f32[64,8]{1,0} parameter(0)\n  ROOT %f = "
+        "f32[128,8]{1,0} fusion(%y), kind=kLoop, calls=%async_collective_fusion.2\n}\n",
+    )
+    assert [each.wire_bytes for each in collectives(text)] == [64 * 8 * 4]
+
+
 @pytest.mark.parametrize(
     ("kind", "target", "n", "factor"),
     [
