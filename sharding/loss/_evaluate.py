@@ -310,8 +310,9 @@ class Evaluator:
         """Whether its parameters are fetched again backward; an equation computes nothing again."""
         params = [x for x in operands if is_param(x) and x.held.ndim > 1]  # vectors may stay
         own = any(x.rule.again and not (x.in_layer or x.is_shared) for x in params)
-        effects = getattr(eqn, "effects", ())  # equations of graphs that are evaluated have none
-        return own and not (effects or any(inner_jaxprs(eqn)))
+        plain = eqn.params.get("plain", eqn)  # of a product in few bits, which is one, too
+        effects = getattr(plain, "effects", ())  # equations of graphs that are evaluated have none
+        return own and not (effects or any(inner_jaxprs(plain)))
 
     def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         """The results of an equation that comes before parameters are fetched; None if none."""

@@ -303,6 +303,24 @@ def test_stage_3_gathers_codes(case, x64):
     model.assert_close(*found, 1e-12)
 
 
+def test_layers_with_numbers_gather_codes_again_in_the_backward_pass():
+    """Else each device would hold the codes of all layers, of which stage 3 warns."""
+
+    def loss(params, x):
+        for i in range(2):
+            x = x + jnp.tanh(x @ params[f"layer_{i}"]["up"]) @ params[f"layer_{i}"]["down"]
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    layer = {"up": jnp.ones((256, 512)), "down": jnp.ones((512, 256))}
+    params = {"layer_0": layer, "layer_1": layer, "head": jnp.ones((256, 8))}
+    run = (zero := model.zero_on(8, stage=3)).value_and_grad(low(loss))
+    text = run.lower(zero.place(params), zero.put(jnp.ones((64, 256)))).as_text()
+    of_codes = re.findall(r"all_gather\"?\(.*x(\d+)xi8>", text)
+    assert (
+        len([n for n in of_codes if n != "1"]) == 2 * 4 - 1
+    )  # none of the first one, whose input has no gradient
+
+
 def test_codes_of_a_parameter_that_is_not_finite_stay_so():
     params, x = stack(), draws(64, 32)
     params["layers"]["down"] = params["layers"]["down"].at[0, 3, 5].set(np.nan)
