@@ -89,6 +89,7 @@ def measure_machine(
         wire=wire,
         host_link=_host_link(clock),
         convolutions=convolutions,
+        new_memory=_new_memory(alone),
     )
 
 
@@ -103,7 +104,13 @@ class _Meter:
         self.mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), types)
         self.spec = P(self.mesh.axis_names)
 
-    def seconds(self, body: Body, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> float:
+    def seconds(
+        self,
+        body: Body,
+        *shapes: tuple[int, ...],
+        dtype: Any = jnp.float32,
+        in_place: bool = True,
+    ) -> float:
         """Of one call of ``body`` in a loop, by arrays of these shapes on each device."""
         num = self.mesh.size
 
@@ -114,13 +121,15 @@ class _Meter:
         make_there = jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))
         count = 1
         while True:
-            run = self._compile(body, count, make_there())
+            run = self._compile(body, count, make_there(), in_place)
             took = self._median(run, 2)
             if took >= _LEAST / 2 or count >= self.most:
                 return self._median(run, _TRIES) / count
             count = min(self.most, count * int(np.ceil(_LEAST / max(took, _LEAST / 256))))
 
-    def _compile(self, body: Body, count: int, arrays: tuple[jax.Array, ...]) -> Body:
+    def _compile(
+        self, body: Body, count: int, arrays: tuple[jax.Array, ...], in_place: bool
+    ) -> Body:
         def loop(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             def once(_: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 return tuple(jax.tree.leaves(body(*carry)))
@@ -131,12 +140,13 @@ class _Meter:
 
         at = self.spec
         mapped = jax.shard_map(loop, mesh=self.mesh, in_specs=at, out_specs=at, check_vma=False)
-        donated = tuple(range(len(arrays)))  # new memory costs page faults on CPUs
+        donated = tuple(range(len(arrays) * in_place))  # new memory costs page faults on CPUs
         compiled = jax.jit(mapped, donate_argnums=donated).lower(*arrays).compile()
         held = [arrays]
 
         def run() -> None:
-            held[0] = jax.block_until_ready(compiled(*held[0]))
+            made = jax.block_until_ready(compiled(*held[0]))
+            held[0] = made if in_place else held[0]
 
         run()
         return run
@@ -154,6 +164,14 @@ class _Meter:
 
 def _move(x: jax.Array) -> jax.Array:
     return x * 0.999 + 1e-9
+
+
+def _new_memory(rates: _Meter) -> float:
+    """Seconds of each byte that a program gets from the system; accelerators keep their memory."""
+    if jax.default_backend() != "cpu":
+        return 0.0
+    new, own = (rates.seconds(_move, (2**24,), in_place=x) for x in (False, True))
+    return max(new - own, 0.0) / 2**26
 
 
 def _elementwise(rates: _Meter, product: float) -> float:

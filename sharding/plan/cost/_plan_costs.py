@@ -490,6 +490,7 @@ def zero_of(plan: ParallelPlan, own: Zero | None = None) -> Zero:
 
 # Of a product, with those of element-wise operations beside it: as in the layers of decoders.
 _KERNELS = 1.8
+_KEPT = 2**25  # bytes from which glibc returns what is freed to the system
 
 
 class TracedCosts(PlanCosts):
@@ -574,5 +575,9 @@ class TracedCosts(PlanCosts):
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel
         )
         work *= plan.microbatches
+        held = self.activations(plan)
+        temporaries = held.stored + held.working
+        if temporaries >= _KEPT:  # once a program
+            work += KernelSeconds(0.0, temporaries * unit.new_memory)
         layers = max(self.model.trace.num_layers, 1)  # as many gathers
         return Passes(work, layers, params=sum(self._sizes) / plan.tensor)

@@ -211,6 +211,7 @@ class Achieved:
     operands: float | None = None  # of ``bandwidth``, by those of products; None: as ``passes``
     # Of what products reach, by convolutions: of operations, and of bytes of operands.
     convolutions: tuple[float, float] = (1.0, 1.0)
+    new_memory: float = 0.0  # seconds of each byte of temporaries that a CPU's pages are new for
     # Seconds of a kernel beside its roofline: what the efficiencies in the same file imply, 0.60 at
     # 1e9 operations, 0.90 at 16e9 and 0.95 at 128e9: 2 to 3 microseconds.
     kernel: float = 3e-6

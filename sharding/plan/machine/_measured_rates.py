@@ -43,6 +43,7 @@ class MeasuredRates(Printed):
       convolutions: of 3 x 3 filters by dtype: operations, bytes of operands, and such a mean.
       wire: collectives by axis of the mesh, operation and size.
       host_link: bytes a second to and from the host's memory; None where that is none of its own.
+      new_memory: seconds of each byte of temporaries, where programs get them from the system.
     """
 
     target: str
@@ -57,6 +58,7 @@ class MeasuredRates(Printed):
     convolutions: Mapping[str, Sequence[tuple[float, float, float]]] = dataclasses.field(
         default_factory=dict
     )
+    new_memory: float = 0.0
 
     @property
     def bandwidth(self) -> float:
@@ -101,6 +103,7 @@ class MeasuredRates(Printed):
             passes=self.elementwise / self.bandwidth,
             operands=1 / float(byte) / self.bandwidth,
             convolutions=convolutions,
+            new_memory=self.new_memory,
             kernel=self.kernel,
             start=near[1],
             link_hop=0.0,
@@ -159,6 +162,8 @@ class MeasuredRates(Printed):
         for nbytes, seconds in self.passes:
             rows += [_rate_row("a pass over memory", size(nbytes), nbytes, "GB/s", seconds)]
         rows += [("element-wise operations", "", f"{self.elementwise / 1e9:.3g} GB/s", "")]
+        if self.new_memory:
+            rows += [("new memory", "", f"{1 / self.new_memory / 1e9:.3g} GB/s", "")]
         for dtype, found in self.products.items():
             for n, seconds in found:
                 flops = 2.0 * n**3 / 1e3

@@ -117,6 +117,7 @@ class Roofline:
         self.operands = math.inf if ideal else device.bandwidth * share
         flops, nbytes = (1.0, 1.0) if ideal else reached.convolutions
         self.convolutions, self.images = self.flops * flops, self.operands * nbytes
+        self.new_memory = 0.0 if ideal else reached.new_memory
         self.kernel = 0.0 if ideal else reached.kernel
         self.unfused = implementation.unfused
 

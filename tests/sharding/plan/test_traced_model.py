@@ -210,6 +210,23 @@ def test_convolutions_have_measured_rates_of_their_own():
     assert seconds[1] - seconds[0] == pytest.approx(more)
 
 
+@pytest.mark.parametrize("rows", [2**10, 2**17])
+def test_large_temporaries_are_new_memory(rows):
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w))  # noqa: E731
+    model = TracedModel(loss, lambda dtype: jnp.ones((64, 64)), x)
+    kind, seconds = kind_of("h100"), []
+    for new_memory in (0.0, 1e-9):
+        reached = dataclasses.replace(achieved(kind), new_memory=new_memory)
+        device = dataclasses.replace(kind, reached=reached)
+        costs = TracedCosts(model, TX, machine_of("h100x1", device), dtype=jnp.float32)
+        plan = ParallelPlan(data=1, microbatch=rows, recompute="none")
+        seconds.append(costs.passes(plan).work.elementwise)
+        held = costs.activations(plan)
+    more = 1e-9 * (held.stored + held.working) * (rows == 2**17)
+    assert seconds[1] - seconds[0] == pytest.approx(more)
+
+
 def test_sums_of_loops_move_at_the_rate_of_what_products_read():
     def loss(params, x):
         return jnp.mean(jax.lax.scan(lambda c, _: (jnp.sin(c @ params), None), x, length=10)[0])
