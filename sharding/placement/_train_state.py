@@ -109,11 +109,6 @@ def resolve_trainable(params: Tree, trainable: Tree) -> Any:
     """
     if trainable is None and any(map(_is_form, jax.tree.leaves(params, is_leaf=_is_form))):
         trainable = trained_in_forms(params)
-        if not any(jax.tree.leaves(trainable)):
-            raise ValueError(
-                "parameters hold stored forms without anything that is trained: add stored.lora, "
-                "or say by trainable= what is trained."
-            )
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable

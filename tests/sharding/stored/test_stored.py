@@ -393,7 +393,7 @@ def test_bad_options_raise():
             "give store(..., key)",
         ),
         (lambda: stored.loss_of(scanned, dropout=1.0), "dropout must be"),
-        (lambda: step(codes, batch()), "without anything that is trained"),
+        (lambda: step(codes, batch()), "nothing is trained: of parameters in stored forms"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
