@@ -248,8 +248,9 @@ class Zero(StateMethods, NnxMethods):
             Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once. (Of one
             micro-batch, stages 1 and 2 do the same.)
           trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
-            of the parameters that returns it. The others get zero gradients and never change, as
-            all that are not floating; ``optax.masked`` saves their state.
+            of the parameters that returns it; None for all, or ``stored.trained`` where some are
+            stored in forms. The others get zero gradients and never change, as all that are not
+            floating; ``optax.masked`` saves their state.
           grad_norm: add ``metrics["grad_norm"]``, the norm of the mean gradient of all trained
             parameters, before the transformation: a float in one more all-reduce.
           snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,

@@ -92,8 +92,23 @@ def with_params(state: Tree, params: Tree) -> Any:
     return (params, state[1]) if isinstance(state, tuple) else state.replace(params=params)
 
 
+def _is_form(x: Any) -> bool:
+    """Whether a node of parameters is a form of ``sharding.stored``, a layer above this one."""
+    return hasattr(type(x), "trained_marks")
+
+
+def trained_in_forms(params: Tree) -> Any:
+    """Which parts of forms are trained, as these say; arrays are not."""
+    return jax.tree.map(lambda x: _is_form(x) and x.trained_marks(), params, is_leaf=_is_form)
+
+
 def resolve_trainable(params: Tree, trainable: Tree) -> Any:
-    """Whether each parameter is trained: as requested, and never if it is not floating."""
+    """Whether each parameter is trained: as requested, and never if it is not floating.
+
+    Where nothing is requested, all are, or what forms say if there are any.
+    """
+    if trainable is None and any(map(_is_form, jax.tree.leaves(params, is_leaf=_is_form))):
+        trainable = trained_in_forms(params)
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable

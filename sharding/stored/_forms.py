@@ -42,6 +42,12 @@ class Form:
         """What the loss sees of one array, where none are stacked."""
         raise NotImplementedError
 
+    def trained_marks(self) -> Any:
+        """The form with bools for its parts, whether they are trained; placement asks for it."""
+        marks: Any = jax.tree.map(lambda _: False, self)
+        own = {name: getattr(self, name) for name in self.trained_parts}
+        return dataclasses.replace(marks, **jax.tree.map(lambda _: True, own))
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -14,6 +14,7 @@ from optax_ext import Dynamic, Float8, Linear
 from optax_ext.low_precision import quantize
 from sharding._types import Tree
 from sharding.placement._specs import check_patterns, key_of_path, leaf_names, plain_path
+from sharding.placement._train_state import trained_in_forms
 from sharding.stored import _normal_float
 from sharding.stored._forms import (
     Adapted,
@@ -222,6 +223,11 @@ def store(
         pattern = chosen[path]
         steps = () if pattern is None else forms[pattern]
         for number, step in enumerate(steps if isinstance(steps, Sequence) else [steps]):
+            if number and isinstance(x, Adapted):
+                raise ValueError(
+                    f"{path} gets an adapter, and then another form. lora is last, as in "
+                    "(frozen(4), lora(16))."
+                )
             own = None if key is None else jax.random.fold_in(key_of_path(key, path), number)
             x = step(x, path, own)
         return _in_memory(x)
@@ -250,7 +256,9 @@ def paths_of(params: Tree) -> list[str]:
 
 
 def trained(params: Tree) -> Any:
-    """Which parts are trained, for ``trainable`` and ``optax.masked``: adapters, masked values.
+    """Which parts are trained, for ``optax.masked``: adapters, masked values.
+
+    ``train_step`` and others train these where ``trainable`` is left out.
 
     Args:
       params: parameters, of which some are stored in forms.
@@ -266,15 +274,7 @@ def trained(params: Tree) -> Any:
       >>> stored.trained(params)
       {'v': False, 'w': Masked(values=True, kept=False)}
     """
-
-    def of(x: Any) -> Any:
-        marks = jax.tree.map(lambda _: False, x)
-        if not is_form(x):
-            return marks
-        own = {name: getattr(x, name) for name in x.trained_parts}
-        return dataclasses.replace(marks, **jax.tree.map(lambda _: True, own))
-
-    return jax.tree.map(of, params, is_leaf=is_form)
+    return trained_in_forms(params)
 
 
 def _in_memory(x: Any) -> Any:

@@ -70,7 +70,7 @@ class TracedModel:
     length: int = 1  #: tokens of an example
     zero: Any = None  #: a ``Zero`` of one's own, whose mesh and axes plans keep
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
-    trainable: Any = None  #: which parameters are trained, as in ``train_step``; None: all
+    trainable: Any = None  #: which parameters are trained, as in ``train_step``
 
     def __post_init__(self) -> None:
         # By this object alone.

@@ -678,7 +678,7 @@ def test_a_state_of_codes_is_planned_and_trained_as_it_is():
         return params, tx.init(params)
 
     keep = {"recompute": "full", "microbatches": 1, "stage": 3, "replicas": 1, "offload": False}
-    options = {"tx": tx, "trainable": stored.trained, "memory": "1GiB"}
+    options = {"tx": tx, "memory": "1GiB"}
     fn = stored.loss_of(loss)
     found = fit(fn, make_state, tokens, keep=keep | {"update_in_backward": False}, **options)
     state = found.init(KEY)

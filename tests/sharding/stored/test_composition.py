@@ -222,9 +222,8 @@ def test_descriptions_estimates_and_plans_of_forms():
     tx = optax.masked(optax.adamw(1e-3), stored.trained)
     zero = model.zero_on(8, stage=3, min_shard_size=0)
     state = params, tx.init(params)
-    described = zero.describe(state, tx=tx, trainable=stored.trained(params))
-    options = {"trainable": stored.trained(params), "gathered_once": "^(?!layers/)"}
-    plan = shd.plan.estimate(params, tx, zero, **options)
+    described = zero.describe(state, tx=tx)
+    plan = shd.plan.estimate(params, tx, zero, gathered_once="^(?!layers/)")
     assert plan.num_params == sum(math.prod(x.shape) for x in jax.tree.leaves(arrays(np.float32)))
     stage = plan.stage("stage 3")
     assert stage.params == described.bytes_per_device["params"]

@@ -160,13 +160,8 @@ def test_steps_are_those_of_one_device(stage, update, microbatches, offload, x64
     zero = model.zero_on(8, stage=stage, offload=offload, offload_min_size=0)
     params = trained_b(stored.store(arrays(), FORMS["QLoRA"], KEY))
     state = zero.init(lambda: (params, TX.init(params)), tx=TX)
-    step = zero.train_step(
-        stored.loss_of(scanned),
-        tx=TX,
-        trainable=stored.trained,
-        update=update,
-        microbatches=microbatches,
-    )
+    options = {"tx": TX, "update": update, "microbatches": microbatches}
+    step = zero.train_step(stored.loss_of(scanned), **options)
     alone, opt_state = params, TX.init(params)
     for i in range(STEPS):
         state, metrics = step(state, zero.put(batch(i)))
@@ -375,6 +370,7 @@ def test_dora_is_that_of_the_paper(x64):
         ({"head": (stored.frozen(4), stored.frozen(4))}, "head is NormalFloat4"),
         ({"odd": stored.frozen(4)}, "NF4 needs rows of a multiple of 64"),
         ({"head": (stored.masked(0.5), stored.lora(4))}, "cannot get an adapter"),
+        ({"head": (stored.lora(4), stored.frozen(4))}, "lora is last, as in (frozen(4), lora(16))"),
         ({"scale": stored.lora(4, rows=2)}, "needs an array, or frozen codes, of so many dims"),
         ({"[": stored.frozen(4)}, "not a regular expression"),
     ],
@@ -386,6 +382,8 @@ def test_bad_forms_raise(forms, message):
 
 
 def test_bad_options_raise():
+    step = model.zero_on(1, stage=0).value_and_grad(stored.loss_of(scanned))
+    codes = stored.store(arrays(np.float32), {"head": stored.frozen(4)})
     for call, message in (
         (lambda: stored.frozen(5), "frozen takes 4 or 8 bits"),
         (lambda: stored.lora(0), "an integer of at least 1"),
@@ -395,6 +393,7 @@ def test_bad_options_raise():
             "give store(..., key)",
         ),
         (lambda: stored.loss_of(scanned, dropout=1.0), "dropout must be"),
+        (lambda: step(codes, batch()), "nothing is trained: of parameters in stored forms"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
