@@ -121,6 +121,21 @@ def resolve_trainable(params: Tree, trainable: Tree) -> Any:
     )
 
 
+def resolve_trained(params: Tree, trainable: Tree) -> Any:
+    """``resolve_trainable``, of what trains.
+
+    Raises:
+      ValueError: if that is nothing, and was not requested.
+    """
+    trained = resolve_trainable(params, trainable)
+    if trainable is None and not any(jax.tree.leaves(trained)):
+        raise ValueError(
+            "nothing is trained: of parameters in stored forms adapters are. Add stored.lora, or "
+            "say by trainable= what is."
+        )
+    return trained
+
+
 def full_tree(tree: Tree) -> Tree:
     """A tree of global arrays as unsharded NumPy arrays in host memory, on every process."""
     return jax.tree.map(_full, tree)

@@ -12,7 +12,7 @@ from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh, over_data_axes
 from sharding.placement._specs import entry_of, is_spec
-from sharding.placement._train_state import model_state_of, params_of, resolve_trainable
+from sharding.placement._train_state import model_state_of, params_of, resolve_trained
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_placed
 from sharding.step._choose_program import (
@@ -140,7 +140,7 @@ class ValueAndGrad(CompiledStep):
                 "value_and_grad cannot return the state of the gradient sync; use train_step, "
                 "or sharding.sync.transformation in a shard_map of your own."
             )
-        spec = self.spec_of(program, placed, resolve_trainable(selected, self.trainable))
+        spec = self.spec_of(program, placed, resolve_trained(selected, self.trainable))
         layout = spec.layout
         shardings = param_shardings(self.zero, selected, placed.shards)
 

@@ -88,12 +88,7 @@ class TrainStep(CompiledStep):
         params = _train_state.params_of(selected)
         chosen = choose_program(self.zero, self.loss, params, placed.params, given)
         check_of_devices(chosen, self.zero.needs_devices)
-        trained = _train_state.resolve_trainable(params, self.trainable)
-        if self.trainable is None and not any(jax.tree.leaves(trained)):
-            raise ValueError(
-                "nothing is trained: of parameters in stored forms adapters are. Add stored.lora, "
-                "or say by trainable= what is."
-            )
+        trained = _train_state.resolve_trained(params, self.trainable)
         spec = self.spec_of(chosen, placed, trained, opt_specs=opt_specs, blocks=self.blocks)
         layout = spec.layout
 
