@@ -280,7 +280,10 @@ def _tile_by_tile(
     sums = jax.lax.reduce(operands, zeros, functools.partial(jax.tree.map, jax.lax.add), [last])
     means = []  # of (..., rows of tiles, shards, rows or columns of a tile, tiles of a shard)
     for x, (dim,) in zip(jax.lax.optimization_barrier(sums), dims, strict=True):
-        x = jnp.sum(x, (-3, -1) if dim == last else -4).reshape(*array.shape[:-2], -1)
+        x = jnp.sum(x, (-3, -1) if dim == last else -4)
+        # One shard's dim aside: JAX merges dims of which the first may be on an Explicit axis.
+        x = x.squeeze(-3) if dim != last and x.shape[-3] == 1 else x
+        x = x.reshape(*array.shape[:-2], -1)
         means.append(x[..., : array.shape[last - 1 if dim == last else last]])
     return means
 
