@@ -68,8 +68,8 @@ def models(smoke: bool) -> dict[str, Model]:
         "GPT-2, an eighth as wide": lambda: network("GPT-2, unrolled", 8),
         "T5, an eighth as wide": lambda: network("T5-like", 8),
         "ResNet-50, an eighth as wide": lambda: network("ResNet-50", 8),
-        "held out: VGG-16, an eighth as wide": lambda: network("VGG-16", 8),
-        "held out: LSTM, an eighth as wide": lambda: network("LSTM", 8),
+        "VGG-16, an eighth as wide": lambda: network("VGG-16", 8),
+        "LSTM, an eighth as wide": lambda: network("LSTM", 8),
     }
     return {name: made() for name, made in [*found.items()][: 1 if smoke else None]}
 
