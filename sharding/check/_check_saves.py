@@ -37,8 +37,8 @@ def save_checks(folder: str | os.PathLike[str] | None) -> Iterator[MachineCheck]
 
 
 def _state_to_save() -> tuple[Zero, Any]:
-    mesh, tx = jax.make_mesh((jax.device_count(),), ("data",)), optax.adam(1)
-    zero = Zero(mesh, 3, min_shard_size=1)
+    tx = optax.adam(1)
+    zero = Zero(jax.make_mesh((jax.device_count(),), ("data",)), 3, min_shard_size=1)
     return zero, zero.init(lambda: (params := initial_params(), tx.init(params)), tx=tx)
 
 

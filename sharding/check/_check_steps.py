@@ -39,10 +39,8 @@ _HOST = {"offload", "update_on"}
 
 def initial_params() -> dict[str, jax.Array]:
     """Layers that a loss scans over, and a head; constants, whose programs compile fast."""
-    rng, shapes = (
-        np.random.default_rng(1),
-        {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)},
-    )
+    rng = np.random.default_rng(1)
+    shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "head": (_WIDTH, 32)}
     drawn = {name: rng.standard_normal(shape) / _WIDTH**0.5 for name, shape in shapes.items()}
     return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
 

@@ -195,14 +195,12 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[
         fields, of_gradient = fields[::-1], of_gradient[::-1]
 
     def coded_as(
-        field: str, x: Any, kept: Dims, summed: Any, seed: Any, carried: Any, drawn_by: Any = None
+        field: str, x: Any, kept: Dims, summed: Any, seed: Any, carried: Any, source: Any = None
     ) -> Any:
         """Codes, scales, and what the train state learns of an operand."""
         scale: Any
         q, own = getattr(recipe, field), carried.get(field)
-        codes, scale = quantized(
-            x, q, kept, summed, seed, None if first else own, drawn_by=drawn_by
-        )
+        codes, scale = quantized(x, q, kept, summed, seed, None if first else own, source=source)
         if own is None or q.scale == "delayed":
             return codes, scale, own if own is None else bin_of(to_sum_dtype(x))
         # PACT's first clip; later it has the gradient that ``clipped`` has.
@@ -228,6 +226,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[
     def backward(stored: Any, cotangent: jax.Array) -> Any:
         both, seed, like, carried, found = stored
         wide = to_sum_dtype(cotangent)
+        of_rows, _ = both[1 - at]  # codes of activations
         grads = []
         for i in range(2):
             o = 1 - i  # the other operand, which the cotangent is multiplied by
@@ -239,7 +238,6 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[
             if again:
                 other, _ = quantized(other, q, (), dims.free[o], seed)
             kept, summed = dims.in_result[i], dims.free_in_result[o]
-            of_rows = both[1 - at][0]  # codes of activations
             g, scale, seen = coded_as(of_gradient[i], g, kept, summed, seed, carried, of_rows)
             found = found | {of_gradient[i]: seen}
             grad = _gradient(eqn, i, g, other, like[i].dtype)

@@ -127,7 +127,7 @@ def quantized(
     seed: jax.Array,
     carried: jax.Array | None = None,
     of_all: Callable[[jax.Array], jax.Array] | None = None,
-    drawn_by: jax.Array | None = None,
+    source: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes of an operand, and its scales with dims of one, or numbers and None.
 
@@ -139,8 +139,8 @@ def quantized(
       seed: uint32, of stochastic rounding.
       carried: what the train state has for its scale, if that is not of the operand itself.
       of_all: of a shard of an operand, from its largest magnitudes to those of all shards.
-      drawn_by: an array in memory of which noise is, where a carried scale may be the same in each
-        step; None: ``x``, all of which XLA may write for that.
+      source: an array in memory that noise is drawn by, where a carried scale may be the same in
+        each step; None: ``x``, all of which XLA may write for that.
     """
     if q.grid is None:
         return x, None
@@ -161,7 +161,7 @@ def quantized(
     if carried is not None:
         clip = clip_of(carried, q.history).astype(wide.dtype)
         scale = (clip / q.grid.top).reshape(largest.shape)
-        drawn = sample_of(x if drawn_by is None else drawn_by)
+        drawn = sample_of(x if source is None else source)
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))
     noise = noise_of(drawn, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)

@@ -575,9 +575,10 @@ class TracedCosts(PlanCosts):
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel
         )
         work *= plan.microbatches
-        held = self.activations(plan)
-        temporaries = held.stored + held.working
-        if temporaries >= _KEPT:  # once a program
-            work += KernelSeconds(0.0, temporaries * unit.new_memory)
+        if unit.new_memory:
+            held = self.activations(plan)
+            temporaries = held.stored + held.working
+            if temporaries >= _KEPT:  # once a program
+                work += KernelSeconds(0.0, temporaries * unit.new_memory)
         layers = max(self.model.trace.num_layers, 1)  # as many gathers
         return Passes(work, layers, params=sum(self._sizes) / plan.tensor)

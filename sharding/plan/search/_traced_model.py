@@ -331,9 +331,18 @@ class TracedModel:
         work = work_of_jaxpr(closed.jaxpr, UNIT)
         stored = no_matrices(kept, args[0])
         nbytes = float(num_bytes(stored))
-        touched, moved = work.touched + work.summed, work.seconds - work.summed
-        figures = work.flops, work.products, touched, moved, nbytes, 0.0
-        return Traced(*figures, work.low, work.convolved, work.filtered), stored
+        traced = Traced(
+            flops=work.flops,
+            products=work.products,
+            touched=work.touched + work.summed,
+            moved=work.seconds - work.summed,
+            stored=nbytes,
+            working=0.0,
+            low=work.low,
+            convolved=work.convolved,
+            filtered=work.filtered,
+        )
+        return traced, stored
 
 
 AnyModel = Decoder | TracedModel

@@ -316,9 +316,8 @@ def test_layers_with_numbers_gather_codes_again_in_the_backward_pass():
     run = (zero := model.zero_on(8, stage=3)).value_and_grad(low(loss))
     text = run.lower(zero.place(params), zero.put(jnp.ones((64, 256)))).as_text()
     of_codes = re.findall(r"all_gather\"?\(.*x(\d+)xi8>", text)
-    assert (
-        len([n for n in of_codes if n != "1"]) == 2 * 4 - 1
-    )  # none of the first one, whose input has no gradient
+    # Twice each, but the first one, whose input has no gradient.
+    assert len([n for n in of_codes if n != "1"]) == 2 * 4 - 1
 
 
 def test_codes_of_a_parameter_that_is_not_finite_stay_so():
