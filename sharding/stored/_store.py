@@ -234,8 +234,8 @@ def store(
             x = step(x, path, own)
         if isinstance(x, Adapted) and not matrices[path]:
             raise ValueError(
-                f"store: {pattern!r} gives an adapter to {path} of shape {tuple(x.shape)}, which is "
-                "a vector of each layer. Name the matrices alone, as in 'layers/.*/kernel'."
+                f"store: {pattern!r} adapts {path} of shape {tuple(x.shape)}, which is a vector "
+                "of each layer. Name the matrices alone, as in 'layers/.*/kernel'."
             )
         return _in_memory(x)
 

@@ -225,7 +225,7 @@ def test_magnitudes_are_not_trained(update):
     fn, tx = low(decoder, "fp8_delayed"), optax.sgd(1e-2)
     scaled = matmuls.scaled_params(fn, decoder_params(), tokens())
     step = model.zero_on(1).train_step(fn, tx=tx, update=update)
-    with pytest.raises(ValueError, match="counted, not trained: .* tx = matmuls.scaled_optimizer"):
+    with pytest.raises(ValueError, match=r"counted, not trained: .* matmuls.scaled_optimizer"):
         step((scaled, tx.init(scaled)), tokens())
 
 
