@@ -43,5 +43,6 @@ def check_machine(
     subjects = number_checks(), wire_checks(), step_checks(), save_checks(folder)
     chosen = [check for checks in subjects for check in checks if match in check.name]
     if not chosen:
-        raise ValueError(f"no check has {match!r} in its name.")
+        names = ", ".join(check.name for checks in subjects for check in checks)
+        raise ValueError(f"no check has {match!r} in its name; there are {names}.")
     return MachineReport(describe_machine(), run_checks(chosen, progress))

@@ -11,6 +11,8 @@ from sharding.loss._loss_options import Loss
 from sharding.matmuls._carried import BINS, NEVER, ScaledParams
 from sharding.matmuls._quantized_loss import made_by, trace_products
 
+_COUNTED = "counted"  # the label of magnitudes, and of what updates them
+
 
 def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
     """What a loss of ``"sun4"``, ``"fp8_delayed"`` or ``"int8_delayed"`` takes as parameters.
@@ -72,5 +74,17 @@ def scaled_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransfor
     def age(seen: jax.Array, steps: jax.Array) -> jax.Array:
         return jnp.where(seen > 0, -steps, jnp.minimum(1.0, NEVER - steps))
 
-    kinds = {"trained": tx, "counted": optax.stateless_with_tree_map(age)}
-    return optax.partition(kinds, ScaledParams("trained", "trained", "counted"))  # type: ignore[arg-type]
+    kinds = {"trained": tx, _COUNTED: optax.stateless_with_tree_map(age)}
+    return optax.partition(kinds, ScaledParams("trained", "trained", _COUNTED))  # type: ignore[arg-type]
+
+
+def check_counted(params: Tree, opt_state: Tree) -> None:
+    """Raises if magnitudes of earlier steps are parameters like others to an optimizer."""
+    if not isinstance(params, ScaledParams) or not params.delayed:
+        return
+    is_state = lambda x: _COUNTED in getattr(x, "inner_states", ())  # noqa: E731
+    if not any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))):
+        raise ValueError(
+            "the magnitudes beside the parameters are counted, not trained: make the state and the "
+            "step with tx = matmuls.scaled_optimizer(tx) (docs: how_to/few_bit_matmuls)."
+        )

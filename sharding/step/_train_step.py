@@ -13,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
+from sharding.matmuls._scaled_params import check_counted
 from sharding.placement import _train_state
 from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
@@ -86,6 +87,7 @@ class TrainStep(CompiledStep):
         own = _train_state.model_state_of(selected, self.loss.model_state)
         given = inputs if own is None else inputs._replace(model_state=own)
         params = _train_state.params_of(selected)
+        check_counted(params, _train_state.opt_state_of(selected))
         chosen = choose_program(self.zero, self.loss, params, placed.params, given)
         check_of_devices(chosen, self.zero.needs_devices)
         trained = _train_state.resolve_trained(params, self.trainable)

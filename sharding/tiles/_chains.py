@@ -7,6 +7,7 @@ masks and positions, are taken tile by tile with them.
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -199,20 +200,28 @@ class ChainSearch:
 
     def _back(self, value: Value, rows: Rows, taken: set[int]) -> dict[Value, Rows]:
         """Where a chain starts: the values of fewest bytes that have the same rows."""
-        frontier, fixed, enough = {value: rows}, set[Value](), self.nbytes(value) / 2
-        best = frontier
-        while left := [v for v in frontier if v not in fixed]:
-            v = max(left, key=self.nbytes)
-            behind = self._behind(frontier, v, taken)
-            size, before = self._total(frontier), self._total(behind or ())
-            is_cheap = self._name(v) in _CHEAP
-            is_better = before < size or (is_cheap and before == size) or size > enough
-            if behind is None or not is_better:
-                fixed.add(v)
+        frontier, size = {value: rows}, self.nbytes(value)
+        best, least, enough = dict(frontier), size, size / 2
+        passed = set[tuple[Value, Rows]]()  # behind which the frontier is, for all their readers
+        pending = [(-size, value)]
+        while pending:
+            _, v = heapq.heappop(pending)
+            before = self._before(v, frontier[v], taken)
+            if before is None:
                 continue
-            frontier = behind
-            best = min(best, frontier, key=self._total)
-        if self._total(best) > enough:
+            before = {x: own for x, own in before.items() if (x, own) not in passed}
+            new = [x for x in before if x not in frontier]
+            size_before = size - self.nbytes(v) + self._total(new)
+            is_cheap = self._name(v) in _CHEAP
+            if size_before < size or (is_cheap and size_before == size) or size > enough:
+                passed.add((v, frontier.pop(v)))
+                frontier |= before
+                for x in new:
+                    heapq.heappush(pending, (-self.nbytes(x), x))
+                size = size_before
+            if size < least:
+                best, least = frontier.copy(), size
+        if least > enough:
             raise NoGain("nothing before it is smaller and has the same rows")
         return best
 
@@ -224,16 +233,10 @@ class ChainSearch:
     def _total(self, values: Iterable[Value]) -> int:
         return sum(map(self.nbytes, values))
 
-    def _behind(
-        self, frontier: dict[Value, Rows], value: Value, taken: set[int]
-    ) -> dict[Value, Rows] | None:
-        """What is read in the place of a value, by the equation that makes it."""
+    def _before(self, value: Value, rows: Rows, taken: set[int]) -> dict[Value, Rows] | None:
+        """What the equation that makes a value reads of its rows; None if that is not known."""
         number = self._graph.producer.get(value)
-        if number is None or number in taken:
-            return None
-        before = self._operand_rows(number, frontier[value])
-        others = {v: rows for v, rows in frontier.items() if v != value}
-        return None if before is None else others | before
+        return None if number is None or number in taken else self._operand_rows(number, rows)
 
     def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
         """The states of operands, if a result has these rows; None if that is not known."""

@@ -220,6 +220,15 @@ def test_steps_on_devices_are_those_of_one(recipe, stage, microbatches, update, 
     model.assert_close((both[0], state[1]), (both[1], opt_state), 1e-8)
 
 
+@pytest.mark.parametrize("update", ["after", "backward"])
+def test_magnitudes_are_not_trained(update):
+    fn, tx = low(decoder, "fp8_delayed"), optax.sgd(1e-2)
+    scaled = matmuls.scaled_params(fn, decoder_params(), tokens())
+    step = model.zero_on(1).train_step(fn, tx=tx, update=update)
+    with pytest.raises(ValueError, match=r"counted, not trained: .* matmuls.scaled_optimizer"):
+        step((scaled, tx.init(scaled)), tokens())
+
+
 @needs_nnx
 def test_an_nnx_model_carries_scales():
     """As a whole, whose statistics its loss changes, and split, as a step of stage 3 takes it."""

@@ -1,5 +1,6 @@
 """Tiles against the plain loss in float64: any head, any chain, both programs, fewer bytes."""
 
+import collections
 import functools
 import re
 
@@ -17,6 +18,7 @@ from optax_ext.traced_graph import Graph
 from sharding.loss._row_states import Rows, Shared
 from sharding.loss._row_walk import Walk, steps_of
 from sharding.loss._rows import rows_of_loss
+from sharding.tiles._chains import ChainSearch
 
 from ...flax_nnx import needs_nnx, nnx
 from .. import model
@@ -495,6 +497,32 @@ def test_masks_of_indices_are_made_in_tiles():
     q = jnp.ones((64, 4))
     (line,) = [x for x in shd.tiles.report_tiles(attention, q, q, tiles=4) if "not" not in x]
     assert "float32[64,64] inside, float32[64,4] read, float32[] returned" in line
+
+
+def test_the_way_back_through_residuals_passes_each_equation_once(monkeypatch, x64):
+    """However many values read one, as in a U-Net: the way back does not fork at each of them."""
+    passed, operand_rows = collections.Counter(), ChainSearch._operand_rows
+
+    def counted(search, number, rows):
+        passed[number, rows] += 1
+        return operand_rows(search, number, rows)
+
+    def loss(w, x):
+        scales = []
+        for _ in range(5):
+            scales.append(x + jnp.tanh(x @ w[:D]))
+            x = scales[-1].reshape(B, -1, 2, D).sum(2)
+        for scale in reversed(scales):
+            x = jnp.concatenate([jnp.stack([x, x], 2).reshape(scale.shape), scale], -1) @ w
+            x += jnp.tanh(x @ w[:D])
+        return jnp.mean(x**2)
+
+    monkeypatch.setattr(ChainSearch, "_operand_rows", counted)
+    draw = np.random.default_rng(0).normal
+    args = jnp.asarray(draw(size=(2 * D, D)) / 4), jnp.asarray(draw(size=(B, 64, D)))
+    found = value_and_grads(shd.tiled(loss, B), *args)
+    assert_equal(found, value_and_grads(loss, *args))
+    assert max(passed.values()) == 1
 
 
 def test_marks_of_declared_functions_are_read_in_graphs():
