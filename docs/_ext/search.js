@@ -208,6 +208,7 @@ const WORDS = {
     gradient noise scale, large batch training`,
   "how_to/large_batches#learning-rates-by-layer": `
     parameter groups, param groups, multi_transform, optax.partition, different learning rates,
+    different optimizer for embeddings,
     learning rate per layer, learning rates by layer, layer-wise learning rate decay,
     layerwise lr decay, llrd, discriminative fine-tuning`,
   "how_to/resume": `
