@@ -49,6 +49,7 @@ python examples/train_lm.py --smoke --steps 10 --compare came,adafactor,adamw --
 optax-ext plan --model llama2-7b --optimizer came --master --target v5e:16x16
 optax-ext search --model llama2-13b --optimizer came --target h100x64 --batch 4M-tokens
 optax-ext search --model llama2-70b --target v5p:4x4x4 --batch 256 --keep pipe=1
+optax-ext search --model llama2-7b --target h100x64 --batch 256 --network 3.1 --sync 'qsgd(8)'
 optax-ext audit --model gpt2-small --length 256 --target cpu:8 --stage 3
 optax-ext check
 """

@@ -118,6 +118,9 @@ const WORDS = {
     deepspeed vs, fsdp vs, alternatives, comparison with pytorch, compared to torchao, why not qwix`,
   "how_to/few_bit_matmuls": `
     fp8 training, fp8 matmul, int8 training, int8 matmul, quantized training, nvfp4, mxfp8, qat`,
+  "how_to/few_bit_matmuls#dtypes-and-devices": `
+    fp8 activations dtype, fp8 master weights, fp8 on a100, fp8 on cpu, int8 on a100, fp8 on tpu,
+    unsupported hardware`,
   "how_to/fit_7b": `
     bigger batch on one gpu, 24GB, zero on a single device,
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
@@ -158,6 +161,9 @@ const WORDS = {
     gradient accumulation, accumulation steps, grad accum, micro batch, microbatch, microbatches,
     MultiSteps, effective batch size, global batch size, train_micro_batch_size_per_gpu,
     batch size too large`,
+  "how_to/accumulate#masked-means": `
+    masked mean, masked loss, loss mask, padding tokens, normalize by tokens, token count,
+    gradient accumulation bug, padded batch microbatches`,
   "how_to/stage_3": `
     zero 3, zero3, zero stage 3, fsdp, full shard, fully sharded, fully sharded data parallel,
     shard parameters, shard model, parameter sharding, weight sharding, auto wrap, wrap policy,
@@ -174,17 +180,16 @@ const WORDS = {
     came hyperparameters, came learning rate, came settings, tune came, switch from adamw, betas,
     b2, b3, warmup`,
   "how_to/muon": `
-    muon, multiple optimizers, shampoo, soap, newton schulz, orthogonalize, parameter groups,
-    param groups, multi_transform, optax.partition, different learning rates,
-    learning rate per layer`,
+    muon, multiple optimizers, shampoo, soap, newton schulz, orthogonalize,
+    weight_dimension_numbers, MuonDimensionNumbers, parameter groups, param groups`,
   "how_to/masks": `
     weight decay mask, no decay on bias, no_decay, exclude bias from weight decay,
     layernorm weight decay, decay mask`,
   "how_to/freeze": `
-    freeze, freeze layers, frozen parameters, lora, qlora, nf4, bitsandbytes, pruning, peft, adapters, finetune, fine-
+    regular expression of parameters, regex, forms, freeze, freeze layers, frozen parameters, lora, qlora, nf4, bitsandbytes, pruning, peft, adapters, finetune, fine-
                 tuning, trainable, requires_grad, stop gradient, set_to_zero`,
   "how_to/ema": `
-    ema, exponential moving average, polyak averaging, model averaging, averaged weights,
+    bfloat16 ema, ema in float32, ema, exponential moving average, polyak averaging, model averaging, averaged weights,
     schedule free, swa`,
   "how_to/two_models": `
     distillation, teacher student, gan, generator discriminator, dpo, rlhf, reference model,
@@ -201,6 +206,11 @@ const WORDS = {
   "how_to/large_batches": `
     lars, lamb, linear scaling, scale learning rate, square root scaling, critical batch size,
     gradient noise scale, large batch training`,
+  "how_to/large_batches#learning-rates-by-layer": `
+    parameter groups, param groups, multi_transform, optax.partition, different learning rates,
+    different optimizer for embeddings,
+    learning rate per layer, learning rates by layer, layer-wise learning rate decay,
+    layerwise lr decay, llrd, discriminative fine-tuning`,
   "how_to/resume": `
     best checkpoint, keep best, early stopping, gcsfuse, gs bucket, s3, gcs bucket,
     checkpoint interval, how often to checkpoint, checkpoint every n steps, save, restart, resume,
@@ -252,6 +262,9 @@ const WORDS = {
     gradient compression, compress gradients, communication hook, powersgd, top-k, topk, qsgd,
     1-bit adam, quantized gradients, sparse gradients, quantized allreduce, slow network,
     ethernet, bandwidth, error feedback`,
+  "how_to/compress#does-it-pay": `
+    does compression pay, when to compress gradients, which sync, is compression faster,
+    bandwidth gbit, 10 gigabit, infiniband`,
   "how_to/compress#embedding-tables": `
     embedding table, large embeddings, sparse embedding, vocabulary, recommender, lazy adam`,
   "how_to/local_steps": `
