@@ -191,7 +191,10 @@ class ScalesFirst(ScheduledRun):
 
     def _compute_and_discard(self, wanted: list[Any], is_again: Callable[[int], bool]) -> None:
         """Discards what is dequantized for these values; inputs among it are read a second time."""
-        known = self.values.keys() & self.graph.producer.keys()
+        known = set(self.values)
+        equations, _ = self.graph.needed(wanted, known)
+        read = {value for eqn in equations for value in eqn.operands}
+        known -= read - self.graph.producer.keys()  # inputs of earlier groups stay as they are
         self.compute(wanted)
         new = self.values.keys() - known - set(wanted)
         discarded = {value: self.values.pop(value) for value in new if is_again(value)}

@@ -212,6 +212,7 @@ class Evaluator:
         self.recompute, self.equations = recompute, equations or {}
         self.fetches: list[Fetch] = []
         self._eqn: Any = None  # that is being evaluated
+        self._in_scan = False
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
     def __call__(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -322,7 +323,11 @@ class Evaluator:
             if views is not None:
                 return views
         if eqn.primitive.name == "optimization_barrier":
-            return with_held(operands, lax.optimization_barrier(held_arrays(operands)))
+            taps = taps_of(operands)
+            # In a loop gradients do not wait: XLA:GPU reduces them beside the next layer.
+            behind = [] if self._in_scan else taps
+            held, behind = lax.optimization_barrier((held_arrays(operands), behind))
+            return with_held(operands, held, behind or taps)
         return None
 
     def _checkpoint(
@@ -361,8 +366,10 @@ class Evaluator:
             given = [*with_held(consts, held_arrays(consts)), *with_held(xs, *slices)]
             given = [x.rule.layer(x) if is_param(x) else x for x in given]
             args = [*given[:num_consts], *carry, *given[num_consts:]]
+            outer, self._in_scan = self._in_scan, True
             out = self.run(body.jaxpr, body.consts, args, in_loop=True)
             out = list(map(self.full, out))
+            self._in_scan = outer
             return out[:num_carry], out[num_carry:]
 
         slices = held_arrays(xs), taps_of(xs)

@@ -122,3 +122,16 @@ def gathers_behind(program, shape):
         if gather := re.search(r'"stablehlo.all_gather"\((%\w+)', line):
             found.append(barriers.get(gather[1], False))
     return found
+
+
+def reduced_before(program, shape):
+    """How many reduce-scatters of a lowered step a barrier puts before an array of this shape."""
+    found, reduced = 0, set()
+    for line in program.splitlines():
+        if "func.func " in line:
+            reduced = set()
+        if scatter := re.match(r'\s*(%\d+) = "stablehlo.reduce_scatter"', line):
+            reduced.add(scatter[1])
+        if "stablehlo.optimization_barrier" in line and f"tensor<{shape}>" in line:
+            found += len(reduced.intersection(re.findall(r"%\d+", line)))
+    return found

@@ -97,6 +97,8 @@ def test_equals_one_device(cls, stage, static_first):
     # Five arrays of layers, in both passes and never before their input; two others, once.
     found = runs.gathers_behind(program, "4x16xf64")
     assert (len(found), sum(found)) == ((12, 10) if stage == 3 else (0, 0))
+    # Their gradients are reduced before those of the layer below are computed.
+    assert runs.reduced_before(program, "4x16xf64") == (5 if stage == 3 else 0)
 
 
 def test_numbered_layers_are_gathered_one_by_one():
