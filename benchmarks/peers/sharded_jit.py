@@ -58,7 +58,7 @@ CASES = (
     ("v5e:2x4", "7B", LARGE, ("zero_2", *FULL)),
 )
 HEADER = """
-| target | model | way | held, GiB | temporaries, GiB | total, GiB | sent, GiB | traced, s | compiled, s |
+| target | model | way | held, GiB | temporaries, GiB | total, GiB | sent, GiB | trace, s | XLA, s |
 |---|---|---|---|---|---|---|---|---|
 """.strip()
 HEADER_OF_LOSSES = """
