@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr
 from optax_ext.equations import trace
 from optax_ext.traced_graph import ELEMENTWISE, bind
 from sharding._types import Tree
-from sharding._user_line import warn_once
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.matmuls._carried import ScaledParams
@@ -110,15 +109,7 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
         seed = jnp.zeros((), jnp.uint32)
         if inner.rngs is True:
             seed = jax.random.bits(jax.random.fold_in(args[-1], 0x6D6D), dtype=jnp.uint32)
-        traced = trace_products(inner, options, params, args)
-        reasons = dict.fromkeys(traced.chosen.values())
-        if all(isinstance(reason, str) for reason in reasons):
-            some = "; ".join(map(str, [*reasons][:3])) or "there is none"
-            warn_once(
-                f"quantized_matmuls leaves all products of the loss as they are: {some}. "
-                "matmuls.report_products lists them."
-            )
-        out, state = traced.run(seed, params)
+        out, state = trace_products(inner, options, params, args).run(seed, params)
         if state is not None:
             sys.modules["flax.nnx"].update(_without_scales(params), state)
         return out

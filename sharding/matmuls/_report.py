@@ -73,10 +73,7 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
     """
     made = made_by(loss, "report")
     # Of global shapes, whatever axes arrays are sharded over.
-    params, args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x,
-        (params, args),
-    )
+    params, args = jax.tree.map(_type_of, (params, args))
     traced = trace_products(*made, params, args)
     products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
@@ -95,6 +92,15 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
         reason, line = "in a function that is run as a whole", line_of(eqn.source_info)
         rows.append(MatmulRow("", "", reason, flops[id(eqn)] / total, line))
     return MatmulReport(tuple(rows), _coded(traced))
+
+
+def _type_of(x: Any) -> Any:
+    if not hasattr(x, "dtype"):
+        return x
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
+    )
 
 
 def _coded(traced: TracedProducts) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from sharding.loss._loss_options import Loss
 from sharding.matmuls._carried import BINS, NEVER, ScaledParams
 from sharding.matmuls._quantized_loss import made_by, trace_products
 
-_COUNTED = "counted"  # the label of magnitudes, and of what updates them
+_COUNTED = "counted magnitudes"  # the label of what updates them
 
 
 def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
@@ -64,6 +64,9 @@ def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
 
 def scaled_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """``tx`` for ``ScaledParams``: it trains parameters and PACT's clips, and magnitudes are kept.
+
+    All transformations are inside of it, a clip by the global norm, too: what is chained after it
+    would change the counts of magnitudes, and what is before it would read them as gradients.
 
     Example:
       >>> import optax

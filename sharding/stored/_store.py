@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_ext import Dynamic, Float8, Linear, decay_mask
+from optax_ext import Dynamic, Float8, Linear
 from optax_ext.low_precision import quantize
 from sharding._types import Tree
 from sharding.placement._specs import check_patterns, key_of_path, leaf_names, plain_path
@@ -213,8 +213,6 @@ def store(
     if like is not None:
         _check_like(given, like)
     chosen = {path: next((p for p in forms if re.search(p, path)), None) for path in given}
-    shapes = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in given.items()}
-    matrices = decay_mask(shapes)
     if unused := sorted(forms.keys() - set(chosen.values())):
         raise ValueError(
             f"store: {', '.join(map(repr, unused))} matches no parameter that an expression before "
@@ -232,18 +230,13 @@ def store(
                 )
             own = None if key is None else jax.random.fold_in(key_of_path(key, path), number)
             x = step(x, path, own)
-        if isinstance(x, Adapted) and not matrices[path]:
-            raise ValueError(
-                f"store: {pattern!r} adapts {path} of shape {tuple(x.shape)}, which is a vector "
-                "of each layer. Name the matrices alone, as in 'layers/.*/kernel'."
-            )
         return _in_memory(x)
 
     alike = {}  # one of those that are
     for path, x in given.items():
         if chosen[path] is not None:
             type_of = x if is_form(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
-            alike[chosen[path], str(type_of), matrices[path]] = path, type_of
+            alike[chosen[path], str(type_of)] = path, type_of
     for path, type_of in alike.values():
         jax.eval_shape(functools.partial(form_of, path), type_of)
     return treedef.unflatten(form_of(path, x) for path, x in given.items())

@@ -517,8 +517,6 @@ def test_bad_input():
         zero.train_step(low(lambda params, x, key: decoder(params, x)))
     with pytest.raises(ValueError, match=r"report takes what shd.quantized_matmuls returned, got"):
         matmuls.report_products(decoder, decoder_params(), tokens())
-    with pytest.warns(UserWarning, match=r"leaves all products .* a size is below 99"):
-        shd.quantized_matmuls(decoder, min_size=99)(decoder_params(), tokens())
 
 
 def test_a_loss_with_options_and_a_key():
