@@ -11,6 +11,7 @@ from optax_ext.user_line import line_of
 from sharding._jaxprs import product_flops
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
+from sharding.loss._rows import plain_type
 from sharding.matmuls._product import dims_of, gathers_codes
 from sharding.matmuls._quantized_loss import TracedProducts, made_by, trace_products
 from sharding.matmuls._recipes import Recipe
@@ -73,7 +74,9 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
     """
     made = made_by(loss, "report")
     # Of global shapes, whatever axes arrays are sharded over.
-    params, args = jax.tree.map(_type_of, (params, args))
+    params, args = jax.tree.map(
+        lambda x: plain_type(x) if hasattr(x, "dtype") else x, (params, args)
+    )
     traced = trace_products(*made, params, args)
     products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
@@ -92,15 +95,6 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
         reason, line = "in a function that is run as a whole", line_of(eqn.source_info)
         rows.append(MatmulRow("", "", reason, flops[id(eqn)] / total, line))
     return MatmulReport(tuple(rows), _coded(traced))
-
-
-def _type_of(x: Any) -> Any:
-    if not hasattr(x, "dtype"):
-        return x
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(
-        x.shape, x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
-    )
 
 
 def _coded(traced: TracedProducts) -> dict[str, tuple[int, ...]]:

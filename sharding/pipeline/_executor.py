@@ -48,11 +48,17 @@ class Buffers(NamedTuple):
 
 def read(refs: Tree, i: Any = ...) -> Any:
     """The values of a tree of refs or arrays, or the slot or rows of each that an index names."""
-    return jax.tree.map(lambda ref: ref[i], refs)
+    # A ref without elements takes no index since jax 0.12.
+    of = lambda ref: ref if all(ref.shape) else jnp.zeros(ref.shape, ref.dtype)  # noqa: E731
+    return jax.tree.map(lambda ref: of(ref)[i], refs)
 
 
 def write(refs: Tree, new: Tree, i: Any = ...) -> None:
-    jax.tree.map(lambda ref, x: jax.ref.set(ref, i, jnp.asarray(x, ref.dtype)), refs, new)
+    def set_(ref: Any, x: Any) -> None:
+        if all(ref.shape):
+            jax.ref.set(ref, i, jnp.asarray(x, ref.dtype))
+
+    jax.tree.map(set_, refs, new)
 
 
 def add(refs: Tree, new: Tree, i: Any = ...) -> None:
