@@ -212,7 +212,7 @@ class Evaluator:
         self.recompute, self.equations = recompute, equations or {}
         self.fetches: list[Fetch] = []
         self._eqn: Any = None  # that is being evaluated
-        self._in_scan = False
+        self._in_scan = False  # in checkpoints of its body, too, whose values no loop stores
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
     def __call__(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

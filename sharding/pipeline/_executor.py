@@ -54,15 +54,19 @@ def read(refs: Tree, i: Any = ...) -> Any:
 
 
 def write(refs: Tree, new: Tree, i: Any = ...) -> None:
-    def set_(ref: Any, x: Any) -> None:
-        if all(ref.shape):
-            jax.ref.set(ref, i, jnp.asarray(x, ref.dtype))
-
-    jax.tree.map(set_, refs, new)
+    _change(jax.ref.set, refs, new, i)
 
 
 def add(refs: Tree, new: Tree, i: Any = ...) -> None:
-    jax.tree.map(lambda ref, x: jax.ref.addupdate(ref, i, x.astype(ref.dtype)), refs, new)
+    _change(jax.ref.addupdate, refs, new, i)
+
+
+def _change(method: Callable[..., Any], refs: Tree, new: Tree, i: Any) -> None:
+    def change(ref: Any, x: Any) -> None:
+        if all(ref.shape):  # as in ``read``
+            method(ref, i, jnp.asarray(x, ref.dtype))
+
+    jax.tree.map(change, refs, new)
 
 
 def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:

@@ -202,7 +202,7 @@ class ChainSearch:
         """Where a chain starts: the values of fewest bytes that have the same rows."""
         frontier, size = {value: rows}, self.nbytes(value)
         best, least, enough = dict(frontier), size, size / 2
-        passed = set[tuple[Value, Rows]]()  # behind which the frontier is, for all their readers
+        passed = set[tuple[Value, Rows]]()  # what it replaced, and no reader brings back
         pending = [(-size, value)]
         while pending:
             _, v = heapq.heappop(pending)
